@@ -1,0 +1,3 @@
+from minidflash.cli import main
+
+raise SystemExit(main())
