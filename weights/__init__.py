@@ -1,0 +1,40 @@
+"""Checkpoints: a folder, a Hugging Face id, or "default" -> config.json and mapped tensors."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from minidflash.weights.safetensors_io import Tensors, open_tensors, read_json
+
+from minidflash.errors import UserError
+
+
+@dataclass
+class Checkpoint:
+    """One opened checkpoint. name: as the user gave it. files: weight files and their bytes."""
+
+    name: str
+    folder: Path
+    config: dict
+    generation: dict | None
+    tensors: Tensors
+    files: list[tuple[Path, int]]
+
+
+def open_checkpoint(spec, role, revision=None, offline=False, progress=None):
+    """The checkpoint that `spec` names, its header read and its weights mapped.
+
+    spec: folder, Hugging Face id, or "default". role: "target" or "drafter", for the default pair and messages.
+    progress: None, or called as progress(label, done, total) in bytes. Returns a Checkpoint.
+    Errors: UserError, code 2 for what is wrong with the files, 3 for a missing network, package or disk.
+    Source: engine.md 4.
+    """
+    from minidflash.weights.hub import resolve
+
+    folder = resolve(spec, role, revision, offline, progress)
+    if not (folder / "config.json").is_file():
+        raise UserError(f"no config.json in {role} folder {folder}", hint="give the folder of a checkpoint")
+    config = read_json(folder / "config.json")
+    generation = folder / "generation_config.json"
+    generation = read_json(generation) if generation.is_file() else None
+    tensors, files = open_tensors(folder)
+    return Checkpoint(str(spec), folder, config, generation, tensors, files)

@@ -1,0 +1,234 @@
+"""config.json -> one frozen ModelConfig or DrafterConfig. Families differ in fields, not in classes."""
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from .config_keys import DRAFTER_FIXED, FIXED, Reader
+from .errors import UserError
+from .rope import Rope
+
+# Named here so that the refusal says "not built yet" and not "unknown"; models.md 3 to 6.
+LATER = {
+    "qwen3_moe": "qwen3_moe", "gpt_oss": "gpt_oss", "gemma4": "gemma4", "gemma4_text": "gemma4",
+    "qwen3_5": "qwen3_5", "qwen3_5_text": "qwen3_5", "qwen3_5_moe": "qwen3_5",
+}  # fmt: skip
+BUILT = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+DRAFTER = "DFlashDraftModel"
+VARIANTS = {
+    "DFlash2DraftModel": "DFlash 2", "DominoDraftModel": "Domino", "DSparkDraftModel": "DSpark",
+    "LiLiCorrDraftModel": "LiLiCorr", "DFlashSpeculator": "speculators",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A target. windows: keys a layer sees, itself included, one a layer; 0: all. sources: fact -> config key."""
+
+    family: str
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    ffn: int
+    vocab: int
+    eps: float
+    rope: Rope
+    tied: bool
+    qk_norm: bool
+    attention_bias: bool
+    windows: tuple[int, ...]
+    max_positions: int
+    stop_ids: tuple[int, ...]
+    bos_id: int | None
+    dtype: str
+    sources: dict[str, str] = field(default_factory=dict, compare=False)
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """A DFlash v1 drafter. causal: inside the block, one a layer. vocab, max_positions: 0 when not stated."""
+
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    ffn: int
+    eps: float
+    rope: Rope
+    attention_bias: bool
+    windows: tuple[int, ...]
+    causal: tuple[bool, ...]
+    block: int
+    mask_id: int
+    taps: tuple[int, ...]
+    vocab: int
+    target_layers: int | None
+    max_positions: int
+    sources: dict[str, str] = field(default_factory=dict, compare=False)
+
+
+def _architecture(config):
+    """(architectures, model_type) as strings; '' where absent."""
+    names = config.get("architectures")
+    names = names if isinstance(names, list) else [names] if names else []
+    return ", ".join(map(str, names)), str(config.get("model_type") or "")
+
+
+def is_drafter(config):
+    """True if this config.json describes a DFlash drafter of any dialect."""
+    names = _architecture(config)[0]
+    return (
+        names in VARIANTS
+        or names == DRAFTER
+        or "dflash_config" in config
+        or "speculators_model_type" in config
+    )
+
+
+def _ids(reader, key, found, vocab):
+    """Token ids of one eos entry: null, an int, or a list of ints, all inside the vocabulary."""
+    for token in found if isinstance(found, list) else [] if found is None else [found]:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
+            reader.refuse(key, token, f"token ids from 0 to {vocab - 1}")
+        yield token
+
+
+def read_target(config, generation=None):
+    """The target that config.json describes.
+
+    config, generation: the parsed config.json and generation_config.json (None: no such file).
+    Errors: UserError naming the key, what it holds and what is supported. Source: models.md 0.1, 1, 2.
+    """
+    reader = Reader(config, "target")
+    names, model_type = _architecture(config)
+    if is_drafter(config):
+        raise UserError("this folder holds a DFlash drafter, not a target", hint="give it as --drafter")
+    if not names and not model_type:
+        reader.missing("model_type")
+    for family, architecture in BUILT.items():
+        if model_type in (family, "") and names in (architecture, ""):
+            break
+        if model_type == family or names == architecture:
+            reader.refuse("architectures", names, f"{architecture} for model_type {model_type or family!r}")
+    else:
+        hint = "built: " + ", ".join(BUILT.values())
+        if model_type in LATER:
+            raise UserError(
+                f"architecture {names or model_type} ({LATER[model_type]}) is not built yet", hint=hint
+            )
+        raise UserError(f"architecture {names or model_type} is not supported", hint=hint)
+    sizes = reader.sizes()
+    windows = reader.windows(sizes["layers"])
+    if family == "llama" and any(windows):
+        reader.refuse("layer_types", "sliding_attention", "full_attention in every llama layer")
+    vocab = reader.number("vocab", "vocab_size", int, 1)
+    tied = reader.flag("tied", "tie_word_embeddings", False)
+    generation = generation or {}
+    stops = [*_ids(reader, "eos_token_id", config.get("eos_token_id"), vocab),
+             *_ids(reader, "generation_config.eos_token_id", generation.get("eos_token_id"), vocab)]  # fmt: skip
+    bos = config.get("bos_token_id")
+    bos = list(_ids(reader, "bos_token_id", generation.get("bos_token_id") if bos is None else bos, vocab))
+    result = ModelConfig(
+        family=family, vocab=vocab, tied=tied, qk_norm=family == "qwen3", windows=windows,
+        max_positions=reader.number("max_positions", "max_position_embeddings", int, 1),
+        stop_ids=tuple(dict.fromkeys(stops)), bos_id=bos[0] if bos else None,
+        dtype=str(config.get("dtype") or config.get("torch_dtype") or ""), sources=reader.sources, **sizes,
+    )  # fmt: skip
+    reader.finish(FIXED)
+    return result
+
+
+def suggested_taps(target_layers, n):
+    """The reference's default rule for n taps; only ever printed as a hint, never used (F03). models.md 7.1."""
+    if n == 1:
+        return [target_layers // 2]
+    return [round(1 + i * (target_layers - 4) / (n - 1)) for i in range(n)]
+
+
+def read_drafter(config):
+    """The DFlash v1 drafter that config.json describes, in z-lab's dialect.
+
+    Errors: UserError naming the key; other dialects, variants and unknown keys are refused by name.
+    Source: models.md 7.1 and 7.5, dflash.md 2.1.
+    """
+    reader = Reader(config, "drafter")
+    names, model_type = _architecture(config)
+    if "speculators_model_type" in config or "transformer_layer_config" in config:
+        raise UserError(
+            "drafter config: unsupported config format 'speculators'", hint="use the z-lab checkpoint"
+        )
+    if names in VARIANTS:
+        raise UserError(
+            f"drafter architecture {names} ({VARIANTS[names]}) is not built", hint=f"built: {DRAFTER}"
+        )
+    if names != DRAFTER and not is_drafter(config):
+        hint = "give it as --target" if model_type in BUILT or model_type in LATER else f"built: {DRAFTER}"
+        raise UserError(f"architecture {names or model_type} is no DFlash drafter, need {DRAFTER}", hint=hint)
+    if names != DRAFTER:
+        reader.refuse("architectures", names, DRAFTER)
+    if model_type != "qwen3":
+        reader.refuse("model_type", model_type, "'qwen3'")
+    sizes = reader.sizes()
+    target_layers = reader.number("target_layers", "num_target_layers", int, 1, default=0) or None
+    hint = "the checkpoint's author knows them"
+    if target_layers and target_layers > 4:
+        hint = f"the usual rule would give {suggested_taps(target_layers, sizes['layers'])}; " + hint
+    taps = reader.value("taps", "target_layer_ids")
+    if taps is None:
+        reader.missing("dflash_config.target_layer_ids", hint)
+    whole = isinstance(taps, list) and taps and all(type(tap) is int and tap >= 0 for tap in taps)
+    if not whole or any(a >= b for a, b in pairwise(taps)):
+        reader.refuse(reader.sources["taps"], taps, "target layers, counted from 0, strictly increasing")
+    windows = reader.windows(sizes["layers"])
+    vocab = reader.number("vocab", "vocab_size", int, 1, default=0)
+    result = DrafterConfig(
+        windows=windows, causal=_causal(reader, windows), taps=tuple(taps), vocab=vocab, target_layers=target_layers,
+        block=reader.number("block", "block_size", int, 1),
+        mask_id=reader.number("mask_id", "mask_token_id", int, 0),
+        max_positions=reader.number("max_positions", "max_position_embeddings", int, 1, default=0),
+        sources=reader.sources, **sizes,
+    )  # fmt: skip
+    reader.used.add("tie_word_embeddings")  # it owns neither table
+    reader.finish(FIXED | DRAFTER_FIXED | {"draft_vocab_size": vocab or None})
+    return result
+
+
+def _causal(reader, windows):
+    """Causal inside the block, one a layer: is_causal, else dflash_config.causal, else by layer (models.md 7.5)."""
+    stated = reader.flag("causal", "is_causal")
+    stated = reader.flag("causal", "causal") if stated is None else stated
+    if stated is not None:
+        return (stated,) * len(windows)
+    if all(windows):
+        reader.missing("is_causal", "every layer slides: drafters exist in causal and in non-causal form")
+    reader.sources["causal"] = "layer_types"
+    return tuple(window > 0 for window in windows)
+
+
+def check_pair(target, drafter):
+    """Refuse a target and a drafter that were not made for each other, before any compute.
+
+    Errors: UserError with both numbers. Vocabularies may differ: padding rows are harmless (F07, F08).
+    Source: dflash.md 2.6.
+    """
+    source = drafter.sources.get("taps", "target_layer_ids")
+    if target.width != drafter.width:
+        raise UserError(f"drafter hidden_size is {drafter.width}, the target's is {target.width}: not a pair")
+    if drafter.target_layers not in (None, target.layers):
+        found = f"drafter num_target_layers is {drafter.target_layers}"
+        raise UserError(f"{found}, the target has {target.layers} layers: not a pair")
+    if drafter.taps[-1] >= target.layers:
+        raise UserError(
+            f"drafter {source} taps layer {drafter.taps[-1]}, the target has {target.layers} layers"
+        )
+    if drafter.taps[-1] == target.layers - 1:
+        # The reference hands out the last layer after the final norm, other engines before it: nobody can say.
+        raise UserError(
+            f"drafter {source} taps the last target layer {drafter.taps[-1]}: with or without norm?"
+        )
+    if drafter.mask_id >= target.vocab:
+        raise UserError(
+            f"drafter mask_token_id is {drafter.mask_id}, the target embeds ids 0 to {target.vocab - 1}"
+        )

@@ -1,0 +1,198 @@
+"""Reading config.json key by key: checked values, where they came from, and a refusal of everything else.
+
+Every key is read, ignored by name (it cannot change the numbers), or must hold the one value that is built;
+any other key is refused, because an algorithm that is quietly left out still makes fluent text.
+"""
+
+from .errors import UserError
+from .rope import ROPE_KEYS, Rope
+
+# Bookkeeping and training keys: no effect on what one forward pass computes.
+IGNORED = {
+    "architectures", "auto_map", "model_type", "transformers_version", "torch_dtype", "dtype",
+    "initializer_range", "use_cache", "attention_dropout", "pad_token_id", "bos_token_id", "eos_token_id",
+    "pretraining_tp", "is_llama_config", "name_or_path", "return_dict", "output_attentions",
+    "output_hidden_states", "id2label", "label2id", "problem_type", "task_specific_params", "use_bfloat16",
+    "torchscript", "chunk_size_feed_forward", "max_length", "do_sample", "temperature", "top_p", "top_k",
+    "transformers.js_config", "unsloth_fixed", "unsloth_version", "max_window_layers", "finetuning_task",
+}  # fmt: skip
+# Keys that may be present, but only with the value that is computed here.
+FIXED = {
+    "hidden_act": "silu", "mlp_bias": False, "rope_interleaved": False, "partial_rotary_factor": 1,
+    "is_encoder_decoder": False, "is_decoder": False, "add_cross_attention": False,
+    "cross_attention_hidden_size": None, "quantization_config": None, "pruned_heads": {},
+    "tie_encoder_decoder": False,
+}  # fmt: skip
+DRAFTER_FIXED = {
+    "input_embedding_scale": 1, "output_multiplier": 1, "final_logit_softcapping": None, "use_swa": False,
+    "sample_from_anchor": False, "causal_head": False, "attention_sink_bias": False,
+    "attention_value_scale": 1, "projector_type": None, "shift_label": False,
+}  # fmt: skip
+DRAFTER_NESTED = (
+    "block_size", "num_target_layers", "target_layer_ids", "mask_token_id", "is_causal", "causal",
+    "input_embedding_scale", "output_multiplier", "final_logit_softcapping",
+)  # fmt: skip
+
+
+class Reader:
+    """One config.json being read: checked values out, the keys they came from in `sources`."""
+
+    def __init__(self, config, label):
+        if not isinstance(config, dict):
+            raise UserError(f"{label} config.json holds a {type(config).__name__}, need an object")
+        self.config, self.label, self.sources, self.used = config, label, {}, set()
+        self.nested = config.get("dflash_config") or {}
+        if not isinstance(self.nested, dict):
+            self.refuse("dflash_config", self.nested, "an object")
+
+    def refuse(self, key, found, needed, hint=None):
+        found = repr(found)
+        found = found if len(found) < 100 else found[:96] + " ..."
+        raise UserError(f"{self.label} config: {key} is {found}, need {needed}", hint=hint)
+
+    def missing(self, key, hint=None):
+        raise UserError(f"{self.label} config: {key} is missing, and it has no safe default", hint=hint)
+
+    def value(self, fact, *keys):
+        """First value that is there and not null, or None. A nested dflash_config key wins over a top one."""
+        self.used.update(keys)
+        places = ((self.nested, "dflash_config."), (self.config, ""))
+        for place, prefix in places if keys[0] in DRAFTER_NESTED else places[1:]:
+            for key in keys:
+                if place.get(key) is not None:
+                    self.sources[fact] = prefix + key
+                    return place[key]
+        return None
+
+    def number(self, fact, key, kind, low, default=None, hint=None):
+        """An int or float of at least `low`; without a default the key must be there."""
+        found = self.value(fact, key)
+        if found is None:
+            if default is None:
+                self.missing(key, hint)
+            self.sources[fact] = f"{key} is absent"
+            return default
+        return self.checked(self.sources[fact], found, kind, low)
+
+    def checked(self, key, found, kind, low):
+        fits = isinstance(found, int) if kind is int else isinstance(found, (int, float))
+        if isinstance(found, bool) or not fits or not low <= found < 2**53:  # also false for nan
+            self.refuse(key, found, f"{'a whole number' if kind is int else 'a number'} of at least {low}")
+        return kind(found)
+
+    def flag(self, fact, key, default=None):
+        found = self.value(fact, key)
+        if found is not None and not isinstance(found, bool):
+            self.refuse(self.sources[fact], found, "true or false")
+        return default if found is None else found
+
+    def sizes(self):
+        """The facts that targets and drafters share, as keyword arguments of both classes."""
+        width = self.number("width", "hidden_size", int, 1)
+        heads = self.number("heads", "num_attention_heads", int, 1)
+        kv_heads = self.number("kv_heads", "num_key_value_heads", int, 1, default=heads)
+        if heads % kv_heads:
+            self.refuse("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads = {heads}")
+        if self.config.get("head_dim") is None and width % heads:
+            self.refuse("num_attention_heads", heads, f"head_dim beside it, as it does not divide {width}")
+        head_size = self.number("head_size", "head_dim", int, 1, default=width // heads)
+        if head_size % 2:
+            self.refuse("head_dim", head_size, "an even number: RoPE turns pairs")
+        eps = self.number("eps", "rms_norm_eps", float, 0)
+        if eps == 0:
+            self.refuse("rms_norm_eps", eps, "more than 0")
+        return {
+            "width": width, "heads": heads, "kv_heads": kv_heads, "head_size": head_size, "eps": eps,
+            "rope": self.rope(),
+            "layers": self.number("layers", "num_hidden_layers", int, 1),
+            "ffn": self.number("ffn", "intermediate_size", int, 1),
+            "attention_bias": self.flag("attention_bias", "attention_bias", False),
+        }  # fmt: skip
+
+    def rope(self):
+        """The rope of both spellings (models.md 0.1); unknown types and keys are refused."""
+        self.used.update(("rope_theta", "rope_scaling", "rope_parameters"))
+        old, new = self.config.get("rope_scaling"), self.config.get("rope_parameters")
+        for key, found in (("rope_scaling", old), ("rope_parameters", new)):
+            if found is not None and not isinstance(found, dict):
+                self.refuse(key, found, "an object or null")
+        name = "rope_parameters" if new else "rope_scaling"
+        given = dict(new or old or {})
+        top, theta = self.config.get("rope_theta"), given.pop("rope_theta", None)
+        if theta is None and top is None:
+            self.missing("rope_theta")
+        if theta is not None and top is not None and theta != top:
+            self.refuse(f"{name}.rope_theta", theta, f"the same as rope_theta = {top!r}")
+        if new and old and {**old, "rope_theta": None} != {**new, "rope_theta": None}:
+            self.refuse("rope_scaling", old, f"the same as rope_parameters = {new!r}")
+        self.sources["rope"] = "rope_theta" if theta is None else f"{name}.rope_theta"
+        theta = self.checked(self.sources["rope"], top if theta is None else theta, float, 1)
+        kinds = [given.pop(key) for key in ("rope_type", "type") if key in given] or ["default"]
+        kind = kinds[0]
+        if len(set(map(str, kinds))) > 1 or not isinstance(kind, str) or kind not in ROPE_KEYS:
+            key = f"{name}.rope_type"
+            self.refuse(key, kind if len(kinds) == 1 else kinds, "one of " + ", ".join(ROPE_KEYS))
+        if given.get("partial_rotary_factor") == 1:
+            del given["partial_rotary_factor"]
+        fields = {}
+        for key, default in ROPE_KEYS[kind].items():
+            found = given.pop(key, None)
+            if found is None and default is None:
+                self.missing(f"{name}.{key}")
+            if isinstance(default, bool):
+                if found is not None and not isinstance(found, bool):
+                    self.refuse(f"{name}.{key}", found, "true or false")
+            elif found is not None:
+                whole = key == "original_max_position_embeddings"
+                found = self.checked(f"{name}.{key}", found, int if whole else float, 1 if whole else 0)
+                if found == 0 and key in ("factor", "low_freq_factor", "beta_fast", "beta_slow"):
+                    self.refuse(f"{name}.{key}", found, "more than 0")
+            fields[key] = default if found is None else found
+        for key, found in given.items():
+            if found is not None:
+                self.refuse(f"{name}.{key}", found, f"no such key for rope type {kind!r}")
+        if kind == "llama3" and fields["high_freq_factor"] <= fields["low_freq_factor"]:
+            self.refuse(f"{name}.high_freq_factor", fields["high_freq_factor"], "more than low_freq_factor")
+        if kind == "yarn" and theta <= 1:
+            self.refuse(self.sources["rope"], theta, "more than 1 with yarn")
+        return Rope(theta, kind, **fields)
+
+    def windows(self, layers):
+        """Window of each layer, 0: full attention."""
+        kinds = self.value("windows", "layer_types")
+        window, use = self.value("window", "sliding_window"), self.flag("use_window", "use_sliding_window")
+        if kinds is None:
+            if use:
+                self.missing("layer_types", "use_sliding_window is true: say which layers slide")
+            return (0,) * layers
+        if not isinstance(kinds, list) or len(kinds) != layers:
+            self.refuse("layer_types", kinds, f"a list of {layers}, one a layer")
+        for kind in kinds:
+            if kind not in ("full_attention", "sliding_attention"):
+                self.refuse("layer_types", kind, "full_attention or sliding_attention")
+        if "sliding_attention" not in kinds:
+            return (0,) * layers
+        if use is False:
+            self.refuse("use_sliding_window", False, "true: layer_types has sliding_attention")
+        if window is None:
+            self.missing("sliding_window", "layer_types has sliding_attention")
+        window = self.checked("sliding_window", window, int, 1)
+        return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+
+    def finish(self, fixed):
+        """Refuse every key that was neither read nor known to be harmless, naming it."""
+        for key, found in self.nested.items():
+            self._known("dflash_config." + key, found, fixed, key, key in DRAFTER_NESTED)
+        for key, found in self.config.items():
+            harmless = key in self.used or key in IGNORED or key.startswith("_") or key == "dflash_config"
+            self._known(key, found, fixed, key, harmless)
+
+    def _known(self, name, found, fixed, key, harmless):
+        if found is None:  # the library's way to write "not set"
+            return
+        if key in fixed:
+            wanted = fixed[key]
+            if found != wanted or isinstance(found, bool) != isinstance(wanted, bool):
+                self.refuse(name, found, f"{'null' if wanted is None else wanted}: nothing else is built")
+        elif not harmless:
+            self.refuse(name, found, "no such key: unknown here, it may change the algorithm")

@@ -1,0 +1,101 @@
+"""From what the user typed to a local folder: a path, "default", or a Hugging Face id."""
+
+import re
+from pathlib import Path
+
+from minidflash.weights.safetensors_io import INDEX, SINGLE, read_json
+
+from minidflash.errors import UserError
+
+# owner/name, or the bare name of an old repository; never something that reads as a path
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+EMBEDDED = Path(__file__).parent / "default"
+
+
+def resolve(spec, role, revision=None, offline=False, progress=None):
+    """The local folder of a checkpoint, fetched if need be.
+
+    Errors: UserError; code 3 when the network, a package or the disk is what is missing. Source: engine.md 4.
+    """
+    text = str(spec)
+    if revision and (text == "default" or Path(text).exists()):
+        raise UserError(
+            f"a revision goes with a Hugging Face id, {text!r} is none", hint="leave out --revision"
+        )
+    if text == "default" and role == "drafter":
+        return EMBEDDED
+    if text == "default":
+        from minidflash.weights.default import default_target
+
+        return default_target(offline, progress)
+    path = Path(text).expanduser()
+    if path.is_dir():
+        return path
+    if path.suffix == ".gguf" or path.is_file():
+        what = "GGUF files are not read" if path.suffix == ".gguf" else "this is a file"
+        raise UserError(f"{role} {text}: {what}, need a folder, a Hugging Face id or default")
+    if isinstance(spec, Path) or not HUB_ID.fullmatch(text):
+        raise UserError(f"no {role} folder {text}", hint="give a folder, a Hugging Face id or default")
+    return _fetch(text, role, revision, offline, progress)
+
+
+def _fetch(repo, role, revision, offline, progress):
+    """Snapshot folder of a hub repository: its root's JSON files, then just the weight files they name."""
+    try:
+        import huggingface_hub as hub
+        from huggingface_hub import errors
+    except ImportError:
+        hint = "pip install huggingface_hub, or give a folder"
+        raise UserError(
+            f"{role} {repo} is no folder, and huggingface_hub is not installed", hint, code=3
+        ) from None
+    where = f"{role} {repo}" + (f" at revision {revision}" if revision else "")
+
+    def snapshot(patterns):
+        bars = {} if progress else {"tqdm_class": _quiet()}
+        # Root files only: some repositories keep a second copy of the weights in a folder.
+        return Path(hub.snapshot_download(repo, revision=revision, local_files_only=offline, allow_patterns=patterns,
+                                          ignore_patterns=["*/*"], **bars))  # fmt: skip
+
+    try:
+        folder = snapshot(["*.json", "*.jinja"])
+        wanted = {SINGLE}
+        if (folder / INDEX).is_file():
+            wanted = set(map(str, (read_json(folder / INDEX).get("weight_map") or {}).values()))
+        if any(not (folder / name).is_file() for name in wanted):
+            folder = snapshot(["*.json", "*.jinja", *sorted(wanted)])
+    except errors.GatedRepoError:
+        raise UserError(
+            f"{where} is gated", hint="accept its terms on its page, then: hf auth login"
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise UserError(f"{where}: no such revision") from None
+    except errors.RepositoryNotFoundError:
+        raise UserError(
+            f"{where}: no such folder, and no such repository", hint="check the spelling"
+        ) from None
+    except errors.HFValidationError:
+        raise UserError(f"{where}: no such folder, and not a Hugging Face id") from None
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
+        hint = (
+            "run once without --offline and HF_HUB_OFFLINE"
+            if offline or hub.constants.HF_HUB_OFFLINE
+            else None
+        )
+        hint = hint or "check the network, or give a folder"
+        raise UserError(f"{where} is neither a folder nor in the local cache", hint, code=3) from None
+    except Exception as error:  # the client's own network errors come from more than one library
+        reason = " ".join(str(error).split())[:160] or type(error).__name__
+        raise UserError(
+            f"{where} could not be fetched: {reason}", "check network and disk", code=3
+        ) from error
+    return folder
+
+
+def _quiet():
+    """A progress bar class that shows nothing, for library use."""
+    from functools import partial
+
+    from tqdm.auto import tqdm
+
+    return partial(tqdm, disable=True)

@@ -1,0 +1,209 @@
+"""Our own safetensors reader: header, mmap, shards; bf16 stays bits, and no byte is copied.
+
+A file is 8 bytes of header length, a JSON header (name -> dtype, shape, data_offsets after the header), raw
+little-endian data. Every byte of the data must belong to exactly one tensor, else the file is refused.
+"""
+
+import json
+import math
+import mmap
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from minidflash.errors import UserError
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+MAX_HEADER = 100_000_000  # bytes, the format's own bound
+DTYPES = {
+    "BF16": "<u2", "F16": "<f2", "F32": "<f4", "F64": "<f8", "BOOL": "?", "U8": "u1", "I8": "i1", "U16": "<u2",
+    "I16": "<i2", "U32": "<u4", "I32": "<i4", "U64": "<u8", "I64": "<i8", "F8_E4M3": "u1", "F8_E5M2": "u1",
+}  # fmt: skip
+AGAIN = "the download may be incomplete: fetch the checkpoint again"
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor of a file. dtype: the file's own word (BF16, F32 ...). start: its first byte in the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    path: Path
+    start: int
+    map: mmap.mmap = field(repr=False)
+
+    @property
+    def nbytes(self):
+        return math.prod(self.shape) * np.dtype(DTYPES[self.dtype]).itemsize
+
+    @property
+    def array(self):
+        """Read-only view on the mapped file, `shape`; BF16 and F8 as bits. A copy only if the file misaligns it."""
+        kind = np.dtype(DTYPES[self.dtype])
+        flat = np.frombuffer(self.map, kind, math.prod(self.shape), self.start)
+        return (flat if self.start % kind.itemsize == 0 else flat.copy()).reshape(self.shape)
+
+    def drop(self):
+        """Tell the system that these pages are not needed for now, so that a load does not hold the file twice."""
+        first = self.start - self.start % mmap.PAGESIZE
+        if self.nbytes and hasattr(self.map, "madvise"):
+            self.map.madvise(mmap.MADV_DONTNEED, first, self.start + self.nbytes - first)
+
+
+class Tensors(Mapping):
+    """Checkpoint name -> Tensor, over one file or all shards of an index."""
+
+    def __init__(self, tensors):
+        self._tensors = tensors
+
+    def __getitem__(self, name):
+        return self._tensors[name]
+
+    def __iter__(self):
+        return iter(self._tensors)
+
+    def __len__(self):
+        return len(self._tensors)
+
+
+def read_json(path, what=None):
+    """The JSON object in a file. Errors: UserError naming the file: unreadable, not JSON, no object, a key twice."""
+    what = what or path.name
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+    return parse_object(text, f"{what} ({path})")
+
+
+def parse_object(text, what):
+    def unique(pairs):
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise UserError(f"{what}: key {twice!r} is there twice")
+        return found
+
+    try:
+        found = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{what} is not valid JSON: {str(error)[:100]}", hint=AGAIN) from None
+    if not isinstance(found, dict):
+        raise UserError(f"{what} holds a {type(found).__name__}, need an object")
+    return found
+
+
+def read_file(path):
+    """All tensors of one safetensors file, name -> Tensor.
+
+    Errors: UserError naming file and tensor for anything but a complete, gapless file. Source: models.md 0.1.
+    """
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            start = file.read(8)
+            length = int.from_bytes(start, "little")
+            if start == b"version ":  # a Git LFS pointer begins so
+                raise UserError(f"{path} is a Git LFS pointer, not the weights", hint="git lfs pull")
+            if size < 8 or length > size - 8:
+                raise UserError(
+                    f"{path} is cut off: {size} bytes, its header alone needs {8 + length}", hint=AGAIN
+                )
+            if length > MAX_HEADER:
+                raise UserError(f"{path}: header of {length} bytes, at most {MAX_HEADER} are allowed")
+            header = parse_object(file.read(length), f"{path}: header")
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+    if not isinstance(header.pop("__metadata__", {}), dict):
+        raise UserError(f"{path}: __metadata__ is no object")
+    tensors, spans = {}, []
+    for name, entry in header.items():
+        dtype, shape, begin, end = _entry(path, name, entry)
+        spans.append((begin, end, name))
+        tensors[name] = Tensor(name, dtype, shape, path, 8 + length + begin, mapped)
+    end_before, before = 0, "the header"
+    for begin, end, name in sorted(spans):
+        if begin != end_before:
+            what = "overlaps" if begin < end_before else f"leaves {begin - end_before} unused bytes after"
+            raise UserError(f"{path}: tensor {name} {what} {before}")
+        end_before, before = end, name
+    data = size - 8 - length
+    if data < end_before:
+        raise UserError(f"{path} is cut off: {data} bytes of tensors, need {end_before}", hint=AGAIN)
+    if data > end_before:
+        raise UserError(f"{path}: {data - end_before} bytes after the last tensor {before} belong to none")
+    return tensors
+
+
+def _entry(path, name, entry):
+    """dtype, shape, begin, end of one header entry, checked against each other."""
+    where = f"{path}: tensor {name}"
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        raise UserError(f"{where}: header entry needs dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise UserError(f"{where}: dtype {dtype!r} is unknown, need one of {', '.join(DTYPES)}")
+    for label, numbers in (("shape", shape), ("data_offsets", offsets)):
+        if not isinstance(numbers, list) or any(type(n) is not int or not 0 <= n < 2**62 for n in numbers):
+            raise UserError(f"{where}: {label} {numbers!r} is not a list of whole numbers")
+    if len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise UserError(f"{where}: data_offsets {offsets} are not [begin, end]")
+    if len(shape) > 32:
+        raise UserError(f"{where}: {len(shape)} dimensions")
+    need = math.prod(shape) * np.dtype(DTYPES[dtype]).itemsize
+    if need != offsets[1] - offsets[0]:
+        raise UserError(
+            f"{where}: {dtype} {shape} needs {need} bytes, data_offsets give {offsets[1] - offsets[0]}"
+        )
+    return dtype, tuple(shape), *offsets
+
+
+def open_tensors(folder):
+    """Tensors of a checkpoint folder, and its weight files as [(path, bytes)].
+
+    The index decides which files are read (F47); without one it is model.safetensors alone.
+    Errors: UserError naming files that are missing, torn or at odds with the index (F45, F46).
+    """
+    folder = Path(folder)
+    if not (folder / INDEX).exists():
+        if not (folder / SINGLE).exists():
+            others = sorted(
+                p.name for p in folder.iterdir() if p.suffix in (".safetensors", ".bin", ".gguf", ".pt")
+            )
+            found = f"it has {', '.join(others[:3])}" if others else "it has no weight files"
+            hint = f"{found}; an interrupted download leaves such a folder"
+            raise UserError(f"no weights found in {folder}: need {SINGLE} or {INDEX}", hint=hint)
+        tensors = read_file(folder / SINGLE)
+        return Tensors(tensors), [(folder / SINGLE, (folder / SINGLE).stat().st_size)]
+    place = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(place, dict) or not place:
+        raise UserError(f"{folder / INDEX}: weight_map is missing or empty")
+    for name, shard in place.items():
+        if not isinstance(shard, str) or Path(shard).name != shard or shard in ("", ".", ".."):
+            raise UserError(
+                f"{folder / INDEX}: tensor {name} is in {shard!r}, need a file name in this folder"
+            )
+    shards = sorted(set(place.values()))
+    missing = [shard for shard in shards if not (folder / shard).is_file()]
+    if missing:
+        what = f"{len(missing)} of {len(shards)} weight files are missing in {folder}: "
+        raise UserError(what + ", ".join(missing[:5]) + (" ..." if len(missing) > 5 else ""), hint=AGAIN)
+    tensors = {}
+    for shard in shards:
+        for name, tensor in read_file(folder / shard).items():
+            if place.get(name, shard) != shard or name in tensors:
+                other = place.get(name) or tensors[name].path.name
+                raise UserError(f"tensor {name} is in {shard} and, says {INDEX}, in {other}")
+            tensors[name] = tensor
+    absent = [name for name in place if name not in tensors]
+    if absent:
+        raise UserError(
+            f"tensor {absent[0]} is not in {place[absent[0]]}, where {INDEX} puts it ({folder})", hint=AGAIN
+        )
+    return Tensors(tensors), [(folder / shard, (folder / shard).stat().st_size) for shard in shards]
