@@ -1,0 +1,188 @@
+"""What a run yields and what is counted about it: Round, Stats, Timing, Memory, Result."""
+
+from dataclasses import asdict, dataclass, field
+
+SCHEMA = 1  # the `schema` of Result.to_json(), described by result.schema.json
+
+
+@dataclass
+class Round:
+    """One draft-verify-accept round, as `stream` yields it.
+
+    tokens: ids committed by it, after stop and budget cuts. text: what they add to the text, None without a
+    tokenizer; a character still incomplete comes with a later round. drafted: the drafts that were verified
+    (v - 1 ids). accepted: how many of them verification kept, before stop and budget cuts. verify: v, the
+    rows verified. seconds: wall time. finish_reason: on a run's last round why it ended, else None.
+
+    The first item of a stream is the token that prefill chose: drafted == [], verify == 0. Plain decoding
+    yields one token a round with drafted == [], verify == 1. Source: engine.md 2 and 5.
+    """
+
+    tokens: list[int]
+    text: str | None = None
+    drafted: list[int] = field(default_factory=list)
+    accepted: int = 0
+    verify: int = 0
+    seconds: float = 0.0
+    finish_reason: str | None = None
+
+
+@dataclass
+class Stats:
+    """How well drafting worked. Fields as in engine.md 5.
+
+    tau: mean of the tokens committed by a round, None without rounds. round_count: verify rounds that
+    committed something; prefill is not one, and plain decoding has none. drafted: verified drafts. accepted:
+    drafts kept by verification. acceptance_by_position: for slot 1..B-1 accepted / reached, where a slot is
+    reached when it was verified and all slots before it were accepted; None where it never was. verify: v of
+    each round. block: B, None for plain decoding. Source: engine.md 5, F41.
+    """
+
+    tau: float | None
+    round_count: int
+    drafted: int
+    accepted: int
+    acceptance_by_position: list[float | None]
+    verify: list[int]
+    block: int | None
+
+    @classmethod
+    def of(cls, rounds, block):
+        """Count over the rounds of one run.
+
+        rounds: list of Round. block: B the drafter drafted at, None for plain decoding. Returns Stats.
+        Errors: none. Source: engine.md 5.
+        """
+        counted = verify_rounds(rounds, block)
+        by_position = []
+        for slot in range(1, block or 1):
+            reached = sum(r.verify > slot and r.accepted >= slot - 1 for r in counted)
+            kept = sum(r.verify > slot and r.accepted >= slot for r in counted)
+            by_position.append(kept / reached if reached else None)
+        return cls(
+            tau=sum(len(r.tokens) for r in counted) / len(counted) if counted else None,
+            round_count=len(counted),
+            drafted=sum(len(r.drafted) for r in counted),
+            accepted=sum(r.accepted for r in counted),
+            acceptance_by_position=by_position,
+            verify=[r.verify for r in counted],
+            block=block,
+        )
+
+    def to_json(self):
+        """The `stats` object of engine.md 5.
+
+        Returns dict. Errors: none. Source: engine.md 5.
+        """
+        return asdict(self)
+
+
+@dataclass
+class Timing:
+    """Seconds of a run's parts, and tokens per second.
+
+    load_s: reading weights. jit_s: compiling kernels. prefill_s: the prompt. decode_s: all rounds after it.
+    ttft_s: from the call to the first token. tokens_per_s: tokens after the first / decode_s, None when there
+    are none. Source: engine.md 5.
+    """
+
+    load_s: float = 0.0
+    jit_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    ttft_s: float = 0.0
+    tokens_per_s: float | None = None
+
+
+@dataclass
+class Memory:
+    """Bytes of the buffers a run holds. Source: engine.md 5."""
+
+    weights: int = 0
+    target_cache: int = 0
+    drafter_cache: int = 0
+    workspace: int = 0
+
+
+@dataclass
+class Result:
+    """A finished run.
+
+    text: None without a tokenizer. tokens: all new ids, a stop id included. finish_reason: "stop", "length"
+    or "interrupted". rounds: tokens committed by each verify round; the prefill's token is not in it, so
+    1 + sum(rounds) == len(tokens) unless tokens is empty; [] for plain decoding. prompt_tokens: count.
+    machine: one line. target, drafter: names as loaded, drafter None for plain decoding. options: what the
+    run was asked for. Source: engine.md 5.
+    """
+
+    text: str | None
+    tokens: list[int]
+    finish_reason: str
+    prompt_tokens: int
+    rounds: list[int]
+    stats: Stats
+    timing: Timing
+    memory_bytes: Memory
+    backend: str
+    activations: str
+    machine: str
+    target: str
+    drafter: str | None
+    options: dict
+
+    @classmethod
+    def of(cls, rounds, block, finish_reason=None, timing=None, memory_bytes=None, **facts):
+        """Gather a run's rounds.
+
+        rounds: list of Round as streamed. block: B, None for plain decoding. finish_reason: None takes the
+        last round's, else "length". timing.tokens_per_s is filled in where it is None. facts: prompt_tokens,
+        backend, activations, machine, target, drafter, options. Returns Result. Errors: TypeError for a
+        missing or unknown fact. Source: engine.md 5.
+        """
+        tokens = [token for r in rounds for token in r.tokens]
+        texts = [r.text for r in rounds]
+        timing = timing or Timing()
+        if timing.tokens_per_s is None and len(tokens) > 1 and timing.decode_s > 0:
+            timing.tokens_per_s = (len(tokens) - 1) / timing.decode_s
+        return cls(
+            text=None if None in texts else "".join(texts),
+            tokens=tokens,
+            finish_reason=finish_reason or (rounds[-1].finish_reason if rounds else None) or "length",
+            rounds=[len(r.tokens) for r in verify_rounds(rounds, block)],
+            stats=Stats.of(rounds, block),
+            timing=timing,
+            memory_bytes=memory_bytes or Memory(),
+            **facts,
+        )
+
+    def to_json(self):
+        """The object that `--json` prints; result.schema.json describes it.
+
+        Returns dict of plain JSON values, keys in engine.md's order. Errors: none. Source: engine.md 5.
+        """
+        return {
+            "schema": SCHEMA,
+            "text": self.text,
+            "tokens": [int(token) for token in self.tokens],
+            "finish_reason": self.finish_reason,
+            "prompt_tokens": self.prompt_tokens,
+            "rounds": list(self.rounds),
+            "stats": self.stats.to_json(),
+            "timing": asdict(self.timing),
+            "memory_bytes": asdict(self.memory_bytes),
+            "backend": self.backend,
+            "activations": self.activations,
+            "machine": self.machine,
+            "target": self.target,
+            "drafter": self.drafter,
+            "options": self.options,
+        }
+
+
+def verify_rounds(rounds, block):
+    """The rounds that statistics count: not prefill's token, not plain decoding's, none a stop emptied.
+
+    rounds: list of Round. block: B, None for plain decoding. Returns list of Round. Errors: none.
+    Source: engine.md 5.
+    """
+    return [r for r in rounds if r.verify > 0 and r.tokens] if block else []
