@@ -1,11 +1,11 @@
 """Text to ids and back: prompts, chat templates, stop ids, and text that comes out while ids come in."""
 
-import json
 import re
 from pathlib import Path
 
 from .chat import read_templates, render_chat
 from .errors import UserError
+from .weights.safetensors_io import read_json
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _BROKEN = "\ufffd"  # what bytes that are no character decode to
@@ -32,8 +32,8 @@ def open_tokenizer(folder):
     except Exception as error:  # the library raises bare Exception
         reason = " ".join(str(error).split())
         raise UserError(f"tokenizer.json cannot be read: {reason}", hint=f"fetch {path} again") from error
-    config = _read_json(folder / "tokenizer_config.json")
-    special = {**_special_names(_read_json(folder / "special_tokens_map.json")), **_special_names(config)}
+    config = _read_optional(folder / "tokenizer_config.json")
+    special = {**_special_names(_read_optional(folder / "special_tokens_map.json")), **_special_names(config)}
     return Tokenizer(backend, config, special, read_templates(folder, config))
 
 
@@ -206,17 +206,9 @@ class TextStream:
         return piece
 
 
-def _read_json(path):
+def _read_optional(path):
     """The object in a JSON file, {} when there is no file."""
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path.name} is not JSON: {error}", hint=f"fetch {path} again") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{path.name} holds a {type(found).__name__}, an object is needed")
-    return found
+    return read_json(path) if path.is_file() else {}
 
 
 def _special_names(named):

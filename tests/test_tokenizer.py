@@ -338,24 +338,42 @@ def test_stop_refusals(tmp_path):
     assert RoundText(None).push(Round([1]))[0].text is None
 
 
+@pytest.fixture(scope="module")
 def smollm2():
-    """The default target's folder: MINIDFLASH_DEFAULT_TARGET, or where its conversion is cached."""
-    named = os.environ.get("MINIDFLASH_DEFAULT_TARGET")
-    return Path(named) if named else None
+    """The tokenizer of the default target, fetched and converted at the first use."""
+    from minidflash.weights.default import default_target
+
+    try:
+        return open_tokenizer(default_target())
+    except UserError as error:
+        if error.code != 3 or os.environ.get("CI"):
+            raise
+        pytest.skip(f"the default target cannot be had here: {error}")
 
 
-@pytest.mark.skipif(not smollm2(), reason="MINIDFLASH_DEFAULT_TARGET names no converted default target")
-def test_smollm2_renders_and_decodes_as_published():
-    golden = Path(os.environ.get("MINIDFLASH_GOLDEN", "../shared/golden")) / "smollm2-135m"
+@pytest.mark.slow
+def test_smollm2_renders_and_decodes_as_published(smollm2):
     from safetensors.numpy import load_file
 
+    root = (
+        Path(__file__).resolve().parent.parent
+    )  # a committed copy, else where CI and developers keep all of it
+    places = [
+        root / "tests" / "golden",
+        os.environ.get("MINIDFLASH_GOLDEN"),
+        root.parent / "shared" / "golden",
+    ]
+    golden = next(
+        (Path(p) / "smollm2-135m" for p in places if p and (Path(p) / "smollm2-135m").is_dir()), None
+    )
+    if golden is None:
+        pytest.skip("no reference data: set MINIDFLASH_GOLDEN")
     tensors = load_file(golden / "golden.safetensors")
-    tokenizer = open_tokenizer(smollm2())
     for name, case in json.loads((golden / "prompts.json").read_text(encoding="utf-8")).items():
-        rendered = tokenizer.render([{"role": "user", "content": case["prompt"]}])
+        rendered = smollm2.render([{"role": "user", "content": case["prompt"]}])
         assert rendered == case["rendered"]
-        assert tokenizer.encode_rendered(rendered) == tensors[f"{name}.input_ids"].tolist()
+        assert smollm2.encode_rendered(rendered) == tensors[f"{name}.input_ids"].tolist()
         ids = tensors[f"{name}.plain_ids"].tolist()
-        assert tokenizer.decode(ids) == case["output"]
-        stream = tokenizer.stream()
+        assert smollm2.decode(ids) == case["output"]
+        stream = smollm2.stream()
         assert "".join(stream.push([i]) for i in ids) + stream.finish() == case["output"]
