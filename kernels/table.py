@@ -1,0 +1,79 @@
+"""THE signature table: one row a kernel, at the granularity of the fused CUDA kernels.
+
+Grammar of a row: `[&]name:type[dims][?] ... -> outputs`. Types: `A` the activation type (f32 or bf16), `W` a
+`Weight` handle (stored dtype and layout are its own), `f32`, `i32`. Dims are letters (T new rows, N slots, D width,
+H query heads, G kv heads, K head size, F ffn width, V vocab, R rows of the tap buffer, C tap columns, S cached rows,
+P rope rows, J rotated pairs, B block, L layers, Z workspace, M picked rows, X stop ids) or products of them; no dims
+means a scalar. `&name` is read and written; `?` may be None; what is behind the arrow is only written. All buffers
+are the caller's. A row of activations with `pos < 0` is inactive: nothing is stored for it.
+"""
+
+import re
+from dataclasses import dataclass
+
+TABLE = {
+    "embed": "ids:i32[T] table:W[V,D] scale:f32 -> x:A[T,D]",
+    "qkv": "x:A[T,D] norm:f32[D] eps:f32 wq:W[H*K,D] wkv:W[2*G*K,D] q_bias:f32[H*K]? kv_bias:f32[2*G*K]? "
+    "q_norm:f32[K]? k_norm:f32[K]? cos:f32[P,J] sin:f32[P,J] slot:i32[T] pos:i32[T] "
+    "&cache_k:A[N,G,S,K] &cache_v:A[N,G,S,K] &work:f32[Z] -> q:A[T,H,K]",
+    "attend": "q:A[T,H,K] cache_k:A[N,G,S,K] cache_v:A[N,G,S,K] slot:i32[T] pos:i32[T] end:i32[T] "
+    "window:i32 causal:i32 scale:f32 &work:f32[Z] -> o:A[T,H,K]",
+    "linear_add": "a:A[T,F] w:W[D,F] bias:f32[D]? tap_row:i32[T]? tap_at:i32 "
+    "&x:A[T,D] &taps:A[R,C]? &work:f32[Z]",
+    "gate_up": "x:A[T,D] norm:f32[D] eps:f32 w:W[2*F,D] &work:f32[Z] -> h:A[T,F]",
+    "head": "x:A[T,D] pick:i32[M] norm:f32[D] eps:f32 w:W[V,D] limit:i32 &ids:i32[T] &work:f32[Z]",
+    "head_logits": "x:A[T,D] norm:f32[D] eps:f32 w:W[V,D] &work:f32[Z] -> logits:f32[T,V]",
+    "fuse": "taps:A[T,C] w:W[D,C] norm:f32[D] eps:f32 &work:f32[Z] -> f:A[T,D]",
+    "inject": "f:A[T,D] wkv:W[L*2*G*K,D] kv_bias:f32[L*2*G*K]? k_norm:f32[L,K]? eps:f32 cos:f32[P,J] sin:f32[P,J] "
+    "slot:i32[T] pos:i32[T] &cache_k:A[L,N,G,S,K] &cache_v:A[L,N,G,S,K] &work:f32[Z]",
+    "stage": "anchor:i32[N] start:i32[N] done:i32[N] fill:i32[N,B] -> "
+    "ids:i32[T] slot:i32[T] pos:i32[T] end:i32[T] row:i32[T]",
+    "stage_context": "start:i32[N] fresh:i32[N] -> slot:i32[T] pos:i32[T]",
+    "accept": "drafts:i32[N,B] choice:i32[T] stop:i32[X] &start:i32[N] &anchor:i32[N] &fresh:i32[N] &left:i32[N] "
+    "&done:i32[N] -> record:i32[N,B+3]",
+}
+
+
+@dataclass(frozen=True)
+class Arg:
+    """One argument of a row. dims is None for a scalar, else a tuple of expressions over the dim letters."""
+
+    name: str
+    type: str
+    dims: tuple | None
+    inplace: bool
+    optional: bool
+
+
+@dataclass(frozen=True)
+class Row:
+    """A parsed row: `inputs` (with the in-place ones) come before `outputs`, in call order."""
+
+    name: str
+    inputs: tuple
+    outputs: tuple
+
+    @property
+    def args(self):
+        return self.inputs + self.outputs
+
+
+_ARG = re.compile(r"(&?)([a-z_]+):(A|W|f32|i32)(?:\[([^\]]+)\])?(\??)$")
+
+
+def parse(name, text):
+    """Row from its text. Errors: ValueError on a word outside the grammar, naming it."""
+
+    def argument(word):
+        match = _ARG.match(word)
+        if not match:
+            raise ValueError(f"table row {name!r}: cannot read {word!r}")
+        inplace, arg, kind, dims, optional = match.groups()
+        dims = tuple(dims.split(",")) if dims else None
+        return Arg(arg, kind, dims, bool(inplace), bool(optional))
+
+    before, _, after = text.partition("->")
+    return Row(name, tuple(map(argument, before.split())), tuple(map(argument, after.split())))
+
+
+ROWS = {name: parse(name, text) for name, text in TABLE.items()}

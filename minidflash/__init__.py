@@ -22,4 +22,5 @@ def __getattr__(name):
         raise AttributeError(f"module 'minidflash' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f"{__name__}.{_PUBLIC[name]}"), name)
+    attribute = "open_ops" if name == "ops" else name
+    return getattr(import_module(f"{__name__}.{_PUBLIC[name]}"), attribute)

@@ -1,0 +1,85 @@
+"""The Numba backend: one file a row of the table (the integer rows share control.py), bf16 or f32 weights, f32 sums.
+
+Kernels of one process run one at a time (`_LOCK`): Numba's default threading layer aborts when two Python threads
+enter it at once, and two engines on the same cores would not gain anyway.
+"""
+
+import threading
+from importlib import import_module
+
+import numba
+import numpy as np
+
+from ..host import HostBackend, widen
+from ..table import ROWS
+from ..weight import TILE, Weight
+from . import tiles
+from .attend import CHUNK
+
+_LOCK = threading.Lock()
+_FILES = {"stage": "control", "stage_context": "control", "accept": "control"}
+
+
+def _locked(function, backend):
+    def call(*args):
+        with _LOCK:
+            function(backend, *args)
+
+    return call
+
+
+class NumbaBackend(HostBackend):
+    """CPU kernels. threads: cores to use, default what Numba found."""
+
+    name = "numba"
+
+    def __init__(self, activations, threads=None):
+        super().__init__(activations)
+        self.threads = threads or numba.get_num_threads()
+        self.none_f, self.none_i = np.zeros(0, np.float32), np.zeros(0, np.int32)
+        self.none_a = np.zeros((0, 0), self.array(0, "A").dtype)
+        self.ones = np.ones(CHUNK, np.float32)
+        for name in ROWS:
+            file = import_module(f".{_FILES.get(name, name)}", __package__)
+            setattr(self, name, _locked(getattr(file, name), self))
+
+    # An absent argument is an empty array, so that a kernel is compiled for one set of types only.
+    def f(self, value):
+        return self.none_f if value is None else value
+
+    def i(self, value):
+        return self.none_i if value is None else value
+
+    def a2(self, value):
+        return self.none_a if value is None else value
+
+    def weight(self, parts):
+        """Packed `Weight` [rows/16][cols][16] from checkpoint tensors stacked along rows, read once from the file."""
+        arrays = [widen(p).reshape(len(p.array), -1) for p in parts]
+        rows, cols = sum(len(a) for a in arrays), arrays[0].shape[1]
+        dtype = np.uint16 if all(a.dtype == np.uint16 for a in arrays) else np.float32
+        data = np.zeros((-(-rows // TILE), cols, TILE), dtype)
+        if any(len(a) % TILE for a in arrays[:-1]) or len({a.dtype for a in arrays}) > 1:
+            arrays = [np.concatenate([_as(a, dtype) for a in arrays])]
+        first = 0
+        with _LOCK:
+            for a in arrays:
+                tiles.pack(a, data[first // TILE : -(-(first + len(a)) // TILE)])
+                first += len(a)
+        for part in parts:
+            part.drop()
+        return Weight(rows, cols, "bf16" if dtype == np.uint16 else "f32", "packed", data)
+
+    def work_size(self, rows, cols, outputs):
+        """Workspace elements (f32) for a kernel of `rows` token rows, `cols` inputs, `outputs` outputs."""
+        whole = -(-rows // 16) * 16
+        return whole * (cols + outputs + 4 * TILE) + self.threads * (CHUNK + 2 * cols)
+
+
+def _as(array, dtype):
+    if array.dtype == dtype:
+        return array
+    return (array.astype(np.uint32) << 16).view(np.float32)
+
+
+

@@ -1,0 +1,85 @@
+"""attend: softmax(scale q k^T) v over the keys a row sees, in chunks of 128 keys cut at absolute positions.
+
+A row only visits keys it sees, so nothing is masked and no -inf exists; the running maximum rescales what earlier
+chunks gave. Work of a row and head depends on that row alone. Moves: the cached K and V once a query head.
+"""
+
+import numba
+import numpy as np
+
+from .jit import jit
+from .scalar import F, exp, load, rounded
+from .vector import make_tile_dot, row_dot, row_max
+
+CHUNK = 128
+_1x4, _1x1 = make_tile_dot(1, 4), make_tile_dot(1, 1)
+
+
+@jit
+def _weighted_values(cache_v, v_at, size, count, work, p_at, out_at):
+    """work[out_at + i] = sum over count keys of p * v[i]: keys are the k of a tile_dot, 16 components its lanes."""
+    i = 0
+    while i + 64 <= size:
+        _1x4(cache_v, v_at + i, 16, size, work, p_at, count, work, out_at + i, 0)
+        i += 64
+    while i + 16 <= size:
+        _1x1(cache_v, v_at + i, 16, size, work, p_at, count, work, out_at + i, 0)
+        i += 16
+    flat = cache_v.reshape(-1)
+    while i < size:
+        total = F(0.0)
+        for k in range(count):
+            total += work[p_at + k] * load(flat[v_at + k * size + i])
+        work[out_at + i] = total
+        i += 1
+
+
+@jit
+def _attend_head(t, h, q, cache_k, cache_v, s, p, end, window, causal, scale, ones, work, at, o):
+    heads, groups, rows, size = q.shape[1], cache_k.shape[1], cache_k.shape[2], q.shape[2]
+    base = (s * groups + h // (heads // groups)) * rows * size
+    first = max(0, p - window + 1) if window else 0
+    last = p + 1 if causal else (min(end, p + window) if window else end)
+    q_at, p_at, sum_at, new_at = (t * heads + h) * size, at, at + CHUNK, at + CHUNK + size
+    top, total = F(-3.4e38), F(0.0)
+    for i in range(size):
+        work[sum_at + i] = F(0.0)
+    key = first
+    while key < last:
+        count = min(last, (key // CHUNK + 1) * CHUNK) - key
+        for k in range(count):
+            work[p_at + k] = F(scale) * row_dot(q, q_at, cache_k, base + (key + k) * size, size)
+        best = row_max(work, p_at, count)
+        best = top if top > best else best
+        for k in range(count):
+            work[p_at + k] = exp(work[p_at + k] - best)
+        keep = exp(top - best)
+        total = total * keep + row_dot(work, p_at, ones, 0, count)
+        _weighted_values(cache_v, base + key * size, size, count, work, p_at, new_at)
+        for i in range(size):
+            work[sum_at + i] = work[sum_at + i] * keep + work[new_at + i]
+        top = best
+        key += count
+    inverse = F(1.0) / total if last > first else F(0.0)
+    for i in range(size):
+        o[t, h, i] = rounded(work[sum_at + i] * inverse, o)
+
+
+@jit(parallel=True)
+def _run(q, cache_k, cache_v, slot, pos, end, window, causal, scale, work, o, ones, threads):
+    heads, size = q.shape[1], q.shape[2]
+    items, room = q.shape[0] * heads, CHUNK + 2 * size
+    for thread in numba.prange(threads):
+        for item in range(thread, items, threads):
+            t, h = np.int64(item) // heads, np.int64(item) % heads
+            if pos[t] < 0:
+                for i in range(size):
+                    o[t, h, i] = 0
+            else:
+                at = np.int64(thread) * room
+                _attend_head(t, h, q, cache_k, cache_v, np.int64(slot[t]), np.int64(pos[t]), np.int64(end[t]),
+                             window, causal, scale, ones, work, at, o)  # fmt: skip
+
+
+def attend(backend, q, cache_k, cache_v, slot, pos, end, window, causal, scale, work, o):
+    _run(q, cache_k, cache_v, slot, pos, end, window, causal, scale, work, o, backend.ones, backend.threads)

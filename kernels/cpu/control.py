@@ -1,0 +1,75 @@
+"""stage, stage_context, accept: the integers of a round. The oracle's functions say the rule; these are compiled."""
+
+from .jit import jit
+
+STOPPED, OUT_OF_BUDGET = 1, 2
+
+
+@jit
+def _stage(anchor, start, done, fill, ids, slot, pos, end, row):
+    width = len(ids) // len(anchor)
+    for n in range(len(anchor)):
+        for i in range(width):
+            r = n * width + i
+            ids[r] = anchor[n] if i == 0 else fill[n, i]
+            slot[r] = n
+            pos[r] = -1 if done[n] else start[n] + i
+            end[r] = start[n] + width
+            row[r] = n * fill.shape[1] + i
+
+
+def stage(backend, *args):
+    _stage(*args)
+
+
+@jit
+def _stage_context(start, fresh, slot, pos):
+    width = len(slot) // len(start)
+    for n in range(len(start)):
+        for i in range(width):
+            slot[n * width + i] = n
+            pos[n * width + i] = start[n] - fresh[n] + i if i < fresh[n] else -1
+
+
+def stage_context(backend, *args):
+    _stage_context(*args)
+
+
+@jit
+def _is_stop(token, stop):
+    for s in stop:
+        if s == token:
+            return True
+    return False
+
+
+@jit
+def _accept(drafts, choice, stop, start, anchor, fresh, left, done, record):
+    width = len(choice) // len(start)
+    for n in range(len(start)):
+        record[n, :3] = 0
+        record[n, 3:] = -1
+        if done[n]:
+            fresh[n] = 0
+            continue
+        own = choice[n * width : (n + 1) * width]
+        kept = 0
+        while kept + 1 < width and drafts[n, kept + 1] == own[kept]:
+            kept += 1
+        emitted = 0
+        while emitted < min(kept + 1, left[n]) and done[n] == 0:
+            record[n, 3 + emitted] = own[emitted]
+            if _is_stop(own[emitted], stop):
+                done[n] = STOPPED
+            emitted += 1
+        start[n] += emitted
+        fresh[n] = emitted
+        left[n] -= emitted
+        if left[n] == 0 and done[n] == 0:
+            done[n] = OUT_OF_BUDGET
+        anchor[n] = record[n, 2 + emitted]
+        record[n, 0], record[n, 1], record[n, 2] = emitted, kept, done[n]
+
+
+def accept(backend, *args):
+    _accept(*args)

@@ -1,0 +1,31 @@
+"""gate_up: h = silu(Wg n(x)) * (Wu n(x)), one matrix product over the stacked weights. Moves: the weights."""
+
+import numba
+
+from .jit import jit
+from .scalar import rounded, silu
+from .tiles import lay_tokens, matmul
+
+
+@jit
+def _swiglu_row(t, h, work, y_at, ld):
+    ffn = h.shape[1]
+    at = y_at + t * ld
+    for f in range(ffn):
+        h[t, f] = rounded(silu(work[at + f]) * work[at + ffn + f], h)
+
+
+@jit(parallel=True)
+def _run(x, norm, eps, w, work, h, none_i, threads):
+    rows = lay_tokens(x, none_i, norm, eps, work)
+    y_at, ld = rows * x.shape[1], w.shape[0] * 16
+    matmul(w, rows, work, y_at, ld, threads)
+    if x.shape[0] == 1:
+        _swiglu_row(0, h, work, y_at, ld)
+    else:
+        for t in numba.prange(x.shape[0]):
+            _swiglu_row(t, h, work, y_at, ld)
+
+
+def gate_up(backend, x, norm, eps, w, work, h):
+    _run(x, norm, eps, w.data, work, h, backend.none_i, backend.threads)

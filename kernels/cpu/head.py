@@ -1,0 +1,46 @@
+"""head and head_logits: final norm, LM head, and the smallest argmax of the first `limit` ids. Moves: the weights."""
+
+import numba
+import numpy as np
+
+from .jit import jit
+from .scalar import F
+from .tiles import lay_tokens, matmul
+
+
+@jit
+def _argmax(work, at, count):
+    """Smallest index of the largest of work[at : at + count]; a NaN never wins."""
+    best, index = F(-np.inf), 0
+    for n in range(count):
+        if work[at + n] > best:
+            best, index = work[at + n], n
+    return index
+
+
+@jit(parallel=True)
+def _run_head(x, pick, norm, eps, w, limit, ids, work, threads):
+    rows = lay_tokens(x, pick, norm, eps, work)
+    y_at, ld = rows * x.shape[1], w.shape[0] * 16
+    matmul(w, rows, work, y_at, ld, threads)
+    for i in numba.prange(len(pick)):
+        ids[pick[i]] = _argmax(work, y_at + np.int64(i) * ld, limit)
+
+
+def head(backend, x, pick, norm, eps, w, limit, ids, work):
+    if len(pick):
+        _run_head(x, pick, norm, eps, w.data, limit, ids, work, backend.threads)
+
+
+@jit(parallel=True)
+def _run_logits(x, norm, eps, w, work, logits, none_i, threads):
+    rows = lay_tokens(x, none_i, norm, eps, work)
+    y_at, ld = rows * x.shape[1], w.shape[0] * 16
+    matmul(w, rows, work, y_at, ld, threads)
+    for t in numba.prange(x.shape[0]):
+        for n in range(logits.shape[1]):
+            logits[t, n] = work[y_at + np.int64(t) * ld + n]
+
+
+def head_logits(backend, x, norm, eps, w, work, logits):
+    _run_logits(x, norm, eps, w.data, work, logits, backend.none_i, backend.threads)

@@ -1,0 +1,48 @@
+"""qkv: norm, Q K V projections, q/k norm, rotation, append to the caches. Moves: the weights."""
+
+import numba
+
+from .heads import finish_head, keep_kv
+from .jit import jit
+from .scalar import rounded
+from .tiles import lay_tokens, matmul
+
+
+@jit
+def _row(t, q_bias, kv_bias, q_norm, k_norm, eps, cos, sin, slot, pos, cache_k, cache_v, q, work, y_at, ld, kv_at):
+    p, heads, size = pos[t], q.shape[1], q.shape[2]
+    if p < 0:
+        for h in range(heads):
+            for i in range(size):
+                q[t, h, i] = 0
+        return
+    at = y_at + t * ld
+    for h in range(heads):
+        finish_head(work, at + h * size, size, q_bias, h * size, q_norm, 0, eps, cos, sin, p)
+        for i in range(size):
+            q[t, h, i] = rounded(work[at + h * size + i], q)
+    caches = cache_k[slot[t]], cache_v[slot[t]]
+    keep_kv(work, at + kv_at, cache_k.shape[1], size, kv_bias, 0, k_norm, 0, eps, cos, sin, p, caches[0], caches[1])
+
+
+@jit(parallel=True)
+def _run(x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot, pos, cache_k, cache_v, work, q,
+         none_i, threads):  # fmt: skip
+    rows = lay_tokens(x, none_i, norm, eps, work)
+    y_at, kv_at = rows * x.shape[1], wq.shape[0] * 16
+    ld = kv_at + wkv.shape[0] * 16
+    matmul(wq, rows, work, y_at, ld, threads)
+    matmul(wkv, rows, work, y_at + kv_at, ld, threads)
+    if x.shape[0] == 1:
+        _row(0, q_bias, kv_bias, q_norm, k_norm, eps, cos, sin, slot, pos, cache_k, cache_v, q, work, y_at, ld, kv_at)
+    else:
+        for t in numba.prange(x.shape[0]):
+            _row(t, q_bias, kv_bias, q_norm, k_norm, eps, cos, sin, slot, pos, cache_k, cache_v, q, work, y_at, ld,
+                 kv_at)  # fmt: skip
+
+
+def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot, pos, cache_k, cache_v, work,
+        q):  # fmt: skip
+    b = backend
+    _run(x, norm, eps, wq.data, wkv.data, b.f(q_bias), b.f(kv_bias), b.f(q_norm), b.f(k_norm), cos, sin, slot, pos,
+         cache_k, cache_v, work, q, b.none_i, b.threads)  # fmt: skip

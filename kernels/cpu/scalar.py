@@ -1,0 +1,66 @@
+"""Scalars of the CPU kernels: bf16 load and store, exp, silu. bf16 is kept as its bits (uint16)."""
+
+import numpy as np
+from numba import types
+from numba.extending import overload
+
+from .jit import jit
+from .vector import bits_from_f32, f32_from_bits
+
+F = np.float32
+
+
+def load(value):
+    """An activation as f32. value: f32, or bf16 bits."""
+    raise NotImplementedError("only inside compiled code")
+
+
+@overload(load, inline="always")
+def _load(value):
+    if value == types.uint16:
+        return lambda value: f32_from_bits(np.uint32(value) << np.uint32(16))
+    return lambda value: value
+
+
+@jit
+def to_bf16(value):
+    """bf16 bits of an f32, to nearest even; NaN stays NaN."""
+    bits = bits_from_f32(value)
+    if value != value:
+        return np.uint16((bits >> np.uint32(16)) | np.uint32(0x40))
+    return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+
+
+def rounded(value, out):
+    """value in the element type of the array `out`: f32 as it is, bf16 rounded."""
+    raise NotImplementedError("only inside compiled code")
+
+
+@overload(rounded, inline="always")
+def _rounded(value, out):
+    if out.dtype == types.uint16:
+        return lambda value, out: to_bf16(value)
+    return lambda value, out: value
+
+
+@jit
+def exp(x):
+    """e^x in f32 to about 2 ulp, in plain arithmetic that vectorises; NaN stays NaN. Source: Cephes expf."""
+    x = F(-87.3) if x < F(-87.3) else x
+    x = F(88.0) if x > F(88.0) else x
+    n = np.floor(x * F(1.44269504088896341) + F(0.5))
+    r = x - n * F(0.693359375) + n * F(2.12194440e-4)
+    p = F(1.9875691500e-4)
+    p = p * r + F(1.3981999507e-3)
+    p = p * r + F(8.3334519073e-3)
+    p = p * r + F(4.1665795894e-2)
+    p = p * r + F(1.6666665459e-1)
+    p = p * r + F(5.0000001201e-1)
+    p = p * r * r + r + F(1.0)
+    return p * f32_from_bits(np.uint32((np.int32(n) + np.int32(127)) << np.int32(23)))
+
+
+@jit
+def silu(z):
+    """z * sigmoid(z)."""
+    return z / (F(1.0) + exp(-z))

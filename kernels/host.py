@@ -1,0 +1,81 @@
+"""What the backends on host memory share: NumPy arrays, and replay as a list of calls. Also the oracle backend."""
+
+import numpy as np
+
+from . import oracle
+from .ops import storage
+from .table import ROWS
+from .weight import Weight
+
+
+class HostBackend:
+    """Arrays in host memory. activations: "f32" or "bf16"."""
+
+    def __init__(self, activations):
+        self.activations = activations
+
+    def array(self, shape, kind):
+        """A zeroed buffer. kind: "A", "f32" or "i32"."""
+        return np.zeros(shape, storage(self.activations) if kind == "A" else {"f32": "f4", "i32": "i4"}[kind])
+
+    def upload(self, buffer, values):
+        """Copy host values into a buffer of ours."""
+        buffer[...] = values
+
+    def download(self, buffer):
+        """Host copy of a buffer."""
+        return buffer.copy()
+
+    def compile(self, calls):
+        """A program that replays checked calls in order."""
+        return Replay([(function, args) for _, function, args in calls])
+
+
+class Replay:
+    """The host's graph: a list of bound calls."""
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def launch(self):
+        for function, args in self.calls:
+            function(*args)
+
+
+class OracleBackend(HostBackend):
+    """float64 row by row; slow, the truth for tests. Weights are kept as float64."""
+
+    name = "oracle"
+
+    def work_size(self, rows, cols, outputs):
+        """The oracle needs no workspace."""
+        return 1
+
+    def weight(self, parts):
+        """Plain `Weight` from checkpoint tensors stacked along rows."""
+        data = np.concatenate([oracle.real(widen(p)).reshape(len(p.array), -1) for p in parts])
+        for part in parts:
+            part.drop()
+        return Weight(*data.shape, "bf16" if parts[0].dtype == "BF16" else "f32", "plain", data)
+
+    def __getattr__(self, name):
+        if name not in ROWS:
+            raise AttributeError(name)
+        row, function = ROWS[name], getattr(oracle, name)
+        if name in ("stage", "stage_context", "accept"):  # integers only: they write their outputs themselves
+            return function
+
+        def call(*args):
+            n = len(row.inputs)
+            result = function(*args[:n])
+            if row.outputs:
+                oracle.store(result, args[n])
+
+        return call
+
+
+def widen(tensor):
+    """The array of a checkpoint tensor in a type the kernels know: bf16 bits or f32 (F16 widens exactly)."""
+    if tensor.dtype == "F16":
+        return tensor.array.astype(np.float32)
+    return tensor.array

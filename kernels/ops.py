@@ -1,0 +1,115 @@
+"""Ops: every kernel of the table as a method. Checks the arguments against the row, then calls the backend.
+
+A backend is an object with `name`, `activations`, `array`, `upload`, `download`, `weight`, `compile` (a list of
+checked calls -> something with `launch()`), and one function a row. What a call costs is the backend's: `record`
+checks once and replays without checking, which is what a round does.
+"""
+
+from contextlib import contextmanager
+
+import numpy as np
+
+from .table import ROWS
+from .weight import Weight
+
+DTYPES = {"i32": np.int32, "f32": np.float32}
+
+
+def storage(activations):
+    """NumPy dtype that holds an activation: bf16 is kept as its bits."""
+    return {"f32": np.float32, "bf16": np.uint16}[activations]
+
+
+class Ops:
+    """Kernels of one backend with one activation type.
+
+    backend: see the module text. Methods: one a table row, arguments in table order, all buffers the caller's.
+    Errors: TypeError and ValueError name the kernel, the argument, what was found and what was needed.
+    """
+
+    def __init__(self, backend):
+        self.backend = backend
+        self.name = backend.name
+        self.activations = backend.activations
+        self.array, self.upload, self.download = backend.array, backend.upload, backend.download
+        self.weight = backend.weight
+        self._recording = None
+
+    def __getattr__(self, name):
+        if name not in ROWS:
+            raise AttributeError(f"no kernel {name!r} in the table (kernels: {', '.join(ROWS)})")
+        row, function = ROWS[name], getattr(self.backend, name)
+
+        def call(*args):
+            check(row, args, self.activations)
+            if self._recording is not None:
+                self._recording.append((name, function, args))
+            else:
+                function(*args)
+
+        self.__dict__[name] = call  # the next lookup does not come here
+        return call
+
+    @contextmanager
+    def record(self):
+        """Collect the calls made inside instead of running them; yields the list for `backend.compile`."""
+        if self._recording is not None:
+            raise RuntimeError("a recording is already open")
+        self._recording = calls = []
+        try:
+            yield calls
+        finally:
+            self._recording = None
+
+    def program(self, fn):
+        """Run `fn()` once in recording and return what replays it: `.launch()`, same buffers, no checks."""
+        with self.record() as calls:
+            fn()
+        return self.backend.compile(calls)
+
+
+def check(row, args, activations):
+    """Compare `args` with the row: count, types, dims, contiguity. Errors: as Ops."""
+    if len(args) != len(row.args):
+        raise TypeError(f"{row.name} takes {len(row.args)} arguments, {len(args)} given")
+    known, later = {}, []
+    for spec, value in zip(row.args, args, strict=True):
+        where = f"{row.name}: {spec.name}"
+        if value is None:
+            if not spec.optional:
+                raise TypeError(f"{where} is None")
+        elif spec.type == "W":
+            if not isinstance(value, Weight):
+                raise TypeError(f"{where} must be a Weight, not {type(value).__name__}")
+            later.append((where, spec.dims, value.shape))
+        elif spec.dims is None:
+            if not isinstance(value, (int, float, np.integer, np.floating)):
+                raise TypeError(f"{where} must be a number, not {type(value).__name__}")
+        else:
+            want = storage(activations) if spec.type == "A" else DTYPES[spec.type]
+            if getattr(value, "dtype", None) != want:
+                raise TypeError(f"{where} must be {np.dtype(want)}, not {getattr(value, 'dtype', type(value))}")
+            if len(value.shape) != len(spec.dims):
+                raise ValueError(f"{where} must have {len(spec.dims)} dims, not shape {value.shape}")
+            if not value.flags.c_contiguous:
+                raise ValueError(f"{where} must be contiguous")
+            later.append((where, spec.dims, value.shape))
+    for where, dims, shape in later:  # plain letters first: products are checked against them
+        for dim, size in zip(dims, shape, strict=True):
+            if dim.isalpha() and known.setdefault(dim, size) != size:
+                raise ValueError(f"{where}: {dim} is {size}, elsewhere {known[dim]}")
+    for where, dims, shape in later:
+        for dim, size in zip(dims, shape, strict=True):
+            if not dim.isalpha() and expected(dim, known) != size:
+                raise ValueError(f"{where}: {dim} is {size}, needed {expected(dim, known)}")
+
+
+def expected(dim, known):
+    """Value of a sum of products of letters and numbers, e.g. "2*G*K" or "B+3"."""
+    total = 0
+    for term in dim.split("+"):
+        product = 1
+        for factor in term.split("*"):
+            product *= known[factor] if factor.isalpha() else int(factor)
+        total += product
+    return total

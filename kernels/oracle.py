@@ -1,0 +1,226 @@
+"""The float64 truth of every row of the table, one row of activations at a time, slow and obvious.
+
+The first half are the plain equations (models.md); the second half are the rows of the table, which are compositions
+of them. A function takes a row's inputs in table order, changes the `&` ones in place and returns the outputs as
+float64 (ids as int32); `OracleBackend` rounds them once into the caller's buffers.
+"""
+
+import numpy as np
+
+# ---- plain equations -----------------------------------------------------------------------------------------
+
+
+def real(x):
+    """float64 of an activation or vector: bf16 bits (uint16), f32 or f64."""
+    if x.dtype == np.uint16:
+        return (x.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return x.astype(np.float64)
+
+
+def store(y, out):
+    """Round y once into out: f32, or bf16 bits to nearest even (NaN stays NaN)."""
+    if out.dtype != np.uint16:
+        out[...] = y
+        return
+    with np.errstate(over="ignore"):
+        bits = np.asarray(y, np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    out[...] = np.where(np.isnan(y), (bits >> 16) | 0x40, rounded).astype(np.uint16)
+
+
+def matrix(w):
+    """float64 (rows, cols) of a plain `Weight`."""
+    return w.data if w.data.dtype == np.float64 else real(w.data)
+
+
+def linear(x, w, bias=None):
+    """y = x W^T + bias for one row. x: (D,), w: (N, D), y: (N,)."""
+    y = w @ x
+    return y if bias is None else y + bias
+
+
+def rmsnorm(x, w, eps):
+    """y = w * x / sqrt(mean(x^2) + eps) over the last axis. Source: Zhang & Sennrich 2019, eq. 4."""
+    return w * (x / np.sqrt((x * x).mean(-1, keepdims=True) + eps))
+
+
+def rope(x, cos, sin):
+    """Rotate the pairs (j, j + J) of the first 2J components of each head; the rest passes. x: (H, K), cos: (J,)."""
+    j = len(cos)
+    a, b = x[:, :j], x[:, j : 2 * j]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin, x[:, 2 * j :]], axis=1)
+
+
+def softmax_attend(q, k, v, scale):
+    """softmax(scale * q k^T) v for one query head; no key at all gives zeros. q: (K,), k and v: (n, K)."""
+    if len(k) == 0:
+        return np.zeros_like(q)
+    scores = scale * (k @ q)
+    p = np.exp(scores - scores.max())
+    return (p / p.sum()) @ v
+
+
+def silu(z):
+    """z * sigmoid(z)."""
+    return z / (1.0 + np.exp(-z))
+
+
+def key_range(pos, end, window, causal):
+    """First and one past the last key that a row sees (models.md 0 and 7.5). window 0 = no window."""
+    first = max(0, pos - window + 1) if window else 0
+    last = pos + 1 if causal else (min(end, pos + window) if window else end)
+    return first, last
+
+
+# ---- rows of the table ---------------------------------------------------------------------------------------
+
+
+def embed(ids, table, scale):
+    """x[t] = scale * table[ids[t]]."""
+    return np.stack([scale * real(table.data[i]) for i in ids])
+
+
+def qkv(x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot, pos, cache_k, cache_v, work):
+    """q = rope(qnorm(Wq n(x))); k and v likewise (v plain) go to the caches at (slot, pos). Returns q: (T, H, K)."""
+    groups, size = cache_k.shape[1], cache_k.shape[3]
+    q = np.zeros((len(x), wq.rows // size, size))
+    for t in range(len(x)):
+        if pos[t] < 0:
+            continue
+        y = rmsnorm(real(x[t]), norm, eps)
+        head = linear(y, matrix(wq), q_bias).reshape(-1, size)
+        k, v = linear(y, matrix(wkv), kv_bias).reshape(2, groups, size)
+        if q_norm is not None:
+            head = rmsnorm(head, q_norm, eps)
+        if k_norm is not None:
+            k = rmsnorm(k, k_norm, eps)
+        c, s = real(cos[pos[t]]), real(sin[pos[t]])
+        q[t] = rope(head, c, s)
+        store(rope(k, c, s), cache_k[slot[t], :, pos[t]])
+        store(v, cache_v[slot[t], :, pos[t]])
+    return q
+
+
+def attend(q, cache_k, cache_v, slot, pos, end, window, causal, scale, work):
+    """o[t, h] = attention of query head h over the keys its row sees, GQA by consecutive heads. Returns (T, H, K)."""
+    heads, groups = q.shape[1], cache_k.shape[1]
+    o = np.zeros(q.shape)
+    for t in range(len(q)):
+        if pos[t] < 0:
+            continue
+        first, last = key_range(pos[t], end[t], window, causal)
+        for h in range(heads):
+            g = h // (heads // groups)
+            k, v = (real(c[slot[t], g, first:last]) for c in (cache_k, cache_v))
+            o[t, h] = softmax_attend(real(q[t, h]), k, v, scale)
+    return o
+
+
+def linear_add(a, w, bias, tap_row, tap_at, x, taps, work):
+    """x += a W^T + bias; the new row also goes to taps[tap_row, tap_at:tap_at+D] when there are taps."""
+    for t in range(len(a)):
+        store(real(x[t]) + linear(real(a[t]), matrix(w), bias), x[t])
+        if taps is not None and tap_row[t] >= 0:
+            taps[tap_row[t], tap_at : tap_at + x.shape[1]] = x[t]
+
+
+def gate_up(x, norm, eps, w, work):
+    """h = silu(Wg n(x)) * (Wu n(x)); w holds the gate rows, then the up rows. Returns (T, F)."""
+    return np.stack([_swiglu(linear(rmsnorm(real(row), norm, eps), matrix(w))) for row in x])
+
+
+def _swiglu(y):
+    gate, up = y.reshape(2, -1)
+    return silu(gate) * up
+
+
+def head(x, pick, norm, eps, w, limit, ids, work):
+    """ids[r] = the smallest argmax of (W n(x[r]))[:limit] for every r in pick."""
+    for r in pick:
+        ids[r] = np.argmax(linear(rmsnorm(real(x[r]), norm, eps), matrix(w))[:limit])
+
+
+def head_logits(x, norm, eps, w, work):
+    """logits = W n(x): (T, V)."""
+    return np.stack([linear(rmsnorm(real(row), norm, eps), matrix(w)) for row in x])
+
+
+def fuse(taps, w, norm, eps, work):
+    """f = hidden_norm(fc taps): the context feature of each row, (T, D)."""
+    return np.stack([rmsnorm(linear(real(row), matrix(w)), norm, eps) for row in taps])
+
+
+def inject(f, wkv, kv_bias, k_norm, eps, cos, sin, slot, pos, cache_k, cache_v, work):
+    """KV injection: k, v of every drafter layer from the features f, at (slot, pos). wkv rows: [L][k, v][G][K]."""
+    layers, _, groups, _, size = cache_k.shape
+    for t in range(len(f)):
+        if pos[t] < 0:
+            continue
+        kv = linear(real(f[t]), matrix(wkv), kv_bias).reshape(layers, 2, groups, size)
+        for layer in range(layers):
+            k, v = kv[layer]
+            if k_norm is not None:
+                k = rmsnorm(k, k_norm[layer], eps)
+            store(rope(k, real(cos[pos[t]]), real(sin[pos[t]])), cache_k[layer, slot[t], :, pos[t]])
+            store(v, cache_v[layer, slot[t], :, pos[t]])
+
+
+def stage(anchor, start, done, fill, ids, slot, pos, end, row):
+    """Rows of one pass of width w = T/N: ids = [anchor, fill[1..w-1]] at start..start+w-1; done slots get pos -1.
+
+    end: one past the block; row: where the row's taps go, slot * B + i.
+    """
+    width = len(ids) // len(anchor)
+    for n in range(len(anchor)):
+        for i in range(width):
+            r = n * width + i
+            ids[r] = anchor[n] if i == 0 else fill[n, i]
+            slot[r], row[r] = n, n * fill.shape[1] + i
+            pos[r] = -1 if done[n] else start[n] + i
+            end[r] = start[n] + width
+
+
+def stage_context(start, fresh, slot, pos):
+    """Rows of the context features that wait: slot n, positions start-fresh .. start-1, then inactive rows."""
+    width = len(slot) // len(start)
+    for n in range(len(start)):
+        for i in range(width):
+            slot[n * width + i] = n
+            pos[n * width + i] = start[n] - fresh[n] + i if i < fresh[n] else -1
+
+
+STOPPED, OUT_OF_BUDGET = 1, 2  # record[:, 2]; 0 while the slot runs
+
+
+def accept(drafts, choice, stop, start, anchor, fresh, left, done, record):
+    """Accept, commit, stop, next anchor, for every slot (models.md 7.4).
+
+    choice[n*v + i]: the target's token after row i. The longest prefix with drafts[i+1] == choice[i] is kept, then
+    the target's own token; the sum is cut at the budget and after the first stop id. record: tokens committed,
+    drafts kept before the cuts, why it ended, the tokens.
+    """
+    width = len(choice) // len(start)
+    for n in range(len(start)):
+        record[n] = 0
+        record[n, 3:] = -1
+        if done[n]:
+            fresh[n] = 0
+            continue
+        own = choice[n * width : (n + 1) * width]
+        kept = 0
+        while kept + 1 < width and drafts[n, kept + 1] == own[kept]:
+            kept += 1
+        emitted = 0
+        while emitted < min(kept + 1, left[n]) and not done[n]:
+            token = own[emitted]
+            record[n, 3 + emitted] = token
+            emitted += 1
+            if token in stop:
+                done[n] = STOPPED
+        start[n] += emitted
+        fresh[n] = emitted
+        left[n] -= emitted
+        if left[n] == 0 and not done[n]:
+            done[n] = OUT_OF_BUDGET
+        anchor[n] = record[n, 2 + emitted]
+        record[n, :3] = emitted, kept, done[n]

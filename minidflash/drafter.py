@@ -1,0 +1,45 @@
+"""The DFlash drafter: fuse and inject context features, then one pass over the block. models.md 7."""
+
+from .layers import run_layer
+
+
+def inject(ops, model, s, taps, slot, pos):
+    """KV injection: the context features of `taps` rows go to every drafter layer's cache at (slot, pos).
+
+    taps: A[T,C] rows of tapped target states. Rows with pos < 0 are not stored.
+    """
+    w, config = model.weights, model.config
+    features = s.features[: len(taps)]
+    ops.fuse(taps, w["fc"], w["hidden_norm"], config.eps, s.work, features)
+    ops.inject(
+        features, w["kv"], w.get("kv_bias"), w["k_norm"], config.eps, *model.tables, slot, pos, s.drafter_k,
+        s.drafter_v, s.work,
+    )  # fmt: skip
+
+
+def inject_fresh(ops, model, s, count):
+    """Inject the rows of the last verify pass that were kept. count: rows looked at, at least as many as wait."""
+    slot, pos = s.context_slot[:count], s.context_pos[:count]
+    ops.stage_context(s.start, s.fresh, slot, pos)
+    inject(ops, model, s, s.taps[:count], slot, pos)
+
+
+def draft(ops, model, target, s, drafted_rows):
+    """One pass over [anchor, mask ...] of every slot; s.drafts gets the ids of the slots in drafted_rows.
+
+    Block keys and values land in the caches behind the context, where the next injection overwrites them.
+    drafted_rows: i32 row numbers n * B + i, i in 1..v-1; the others need no head.
+    """
+    config, rows = model.config, s.draft_rows
+    ops.stage(s.anchor, s.start, s.done, s.masks, rows.ids, rows.slot, rows.pos, rows.end, rows.tap_row)
+    ops.embed(rows.ids, target.weights["embed"], 1.0, rows.x)
+    for i, layer in enumerate(model.layers):
+        run_layer(
+            ops, config, layer, model.tables, rows, s.drafter_k[i], s.drafter_v[i], config.windows[i],
+            int(config.causal[i]), s.work,
+        )  # fmt: skip
+    w = model.weights
+    vocab = min(config.vocab or target.config.vocab, target.config.vocab)
+    ops.head(
+        rows.x, drafted_rows, w["norm"], config.eps, target.weights["head"], vocab, s.drafts.reshape(-1), s.work
+    )

@@ -1,0 +1,168 @@
+"""load(): checkpoints + tokenizer + ops -> Engine, a dataclass without behaviour."""
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from .config import check_pair, read_drafter, read_target
+from .errors import UserError
+
+
+@dataclass
+class Model:
+    """A config with its weights on the backend. layers: one dict a layer. tables: cos, sin (P, J) in f32."""
+
+    config: Any
+    weights: dict
+    layers: list
+    tables: tuple
+    nbytes: int
+
+
+@dataclass
+class Engine:
+    """A loaded target, perhaps with a drafter. One run at a time (`is_busy`); load two for two threads.
+
+    ctx: positions a run may use. block: B that drafts are made at, 1 without a drafter. state and programs are
+    made by the first run. Source: engine.md 6.
+    """
+
+    ops: Any
+    target: Model
+    drafter: Model | None
+    tokenizer: Any
+    stop_ids: frozenset
+    target_name: str
+    drafter_name: str | None
+    ctx: int
+    chunk: int
+    load_s: float
+    jit_s: float = 0.0
+    state: Any = None
+    state_shape: Any = None
+    programs: dict = field(default_factory=dict)
+    schedule: Any = None
+    is_busy: bool = False
+
+
+def load(
+    target="default", drafter=..., backend="auto", activations=None, ctx=None, prefill_chunk=256, revision=None,
+    offline=False, device=0, progress=None, **backend_options,
+):  # fmt: skip
+    """Open a checkpoint pair and put it on a backend.
+
+    target, drafter: folder, Hugging Face id, "default"; drafter None decodes plainly; left out it is the embedded
+    one for the embedded target, else None. backend: as kernels.ops. ctx: positions a run may use, default what the
+    models allow and memory holds. progress: None or progress(label, done, total). Returns an Engine.
+    Errors: UserError, with .hint. Source: engine.md 4-6.
+    """
+    from minidflash.kernels import open_ops
+    from minidflash.weights import names, open_checkpoint
+
+    from .tokenizer import open_tokenizer
+
+    begun = time.perf_counter()
+    if drafter is ...:
+        drafter = "default" if target == "default" else None
+    if isinstance(prefill_chunk, bool) or not isinstance(prefill_chunk, int) or prefill_chunk < 1:
+        raise UserError(f"prefill chunk is {prefill_chunk!r}, need a whole number from 1 up")
+    if device:
+        raise UserError(f"device {device}: only GPUs are counted, and {backend} is the CPU", "leave out --device")
+    files = open_checkpoint(target, "target", revision, offline, progress)
+    config = read_target(files.config, files.generation)
+    bound = names.bind_target(config, files.tensors)
+    draft_config = draft_bound = draft_files = None
+    if drafter is not None:
+        draft_files = open_checkpoint(drafter, "drafter", None, offline, progress)
+        draft_config = read_drafter(draft_files.config)
+        draft_bound = names.bind_drafter(draft_config, draft_files.tensors)
+        check_pair(config, draft_config)
+    tokenizer = open_tokenizer(files.folder)
+    ops = open_ops(backend, activations, **backend_options)
+    ctx = context_length(config, draft_config, ctx)
+    block = draft_config.block if draft_config else 1
+    model = build(ops, config, bound, ctx + max(block, 64), progress)
+    if "head" not in model.weights:
+        model.weights["head"] = model.weights["embed"]
+    draft_model = None
+    if draft_config is not None:
+        draft_model = build(ops, draft_config, draft_bound, ctx + max(block, 64), progress)
+    stop_ids = frozenset(config.stop_ids) | (tokenizer.stop_ids if tokenizer else frozenset())
+    return Engine(
+        ops=ops, target=model, drafter=draft_model, tokenizer=tokenizer, stop_ids=stop_ids,
+        target_name=str(target), drafter_name=None if drafter is None else str(drafter), ctx=ctx,
+        chunk=prefill_chunk, load_s=time.perf_counter() - begun,
+    )  # fmt: skip
+
+
+def context_length(target, drafter, asked):
+    """Positions a run may use: what was asked for, else the smaller maximum of the two models.
+
+    Errors: UserError when more is asked for than a model was made for.
+    """
+    limits = [target.max_positions] + ([drafter.max_positions] if drafter and drafter.max_positions else [])
+    if asked is None:
+        return min(limits)
+    if asked < 1 or asked > min(limits):
+        raise UserError(f"context of {asked} positions: these models allow 1 to {min(limits)}", "change --ctx")
+    return asked
+
+
+def build(ops, config, bound, positions, progress=None):
+    """Model from bound checkpoint tensors: matrices become Weights, vectors f32, one by one, pages let go.
+
+    The k and v projections of all drafter layers lie stacked in one Weight (one pass injects all), and each layer
+    sees its rows of it.
+    """
+    weights, layers, nbytes = {}, [{} for _ in range(config.layers)], 0
+    stacked = [name for name in bound if "fc" in bound and name.endswith((".kv", ".k_norm", ".kv_bias"))]
+    if stacked:
+        bound = dict(bound)
+        for kind in ("kv", "k_norm", "kv_bias"):
+            parts = [bound.pop(name) for name in stacked if name.endswith("." + kind)]
+            if parts:
+                bound[kind] = [tensor for layer in parts for tensor in layer]
+    for done, (name, parts) in enumerate(bound.items()):
+        value = ops.weight(parts) if len(parts[0].shape) == 2 else vector(ops, parts)
+        nbytes += value.nbytes
+        where, short = weights, name
+        if name.startswith("layers."):
+            _, i, short = name.split(".", 2)
+            where = layers[int(i)]
+        where[short] = value
+        if progress:
+            progress("weights", done + 1, len(bound))
+    if stacked:
+        size, rows = config.head_size, 2 * config.kv_heads * config.head_size
+        weights["k_norm"] = weights["k_norm"].reshape(config.layers, size)
+        for i, layer in enumerate(layers):
+            layer["kv"] = weights["kv"].slice(i * rows, rows)
+            layer["k_norm"] = weights["k_norm"][i]
+            if "kv_bias" in weights:
+                layer["kv_bias"] = weights["kv_bias"][i * rows : (i + 1) * rows]
+    return Model(config, weights, layers, rope_tables(ops, config, positions), nbytes)
+
+
+def vector(ops, parts):
+    """f32 vector of checkpoint tensors laid end to end (exact: bf16 and f16 widen)."""
+    from minidflash.kernels.oracle import real
+
+    values = np.concatenate([real(p.array).reshape(-1) for p in parts]).astype(np.float32)
+    out = ops.array(values.shape, "f32")
+    ops.upload(out, values)
+    return out
+
+
+def rope_tables(ops, config, positions):
+    """cos and sin, (positions, J): the angle in f32 as the reference has it, its cosine in float64, rounded once."""
+    frequencies, multiplier = config.rope.frequencies(config.head_size)
+    angle = np.arange(positions, dtype=np.float32)[:, None] * frequencies[None, :]
+    tables = []
+    for function in (np.cos, np.sin):
+        values = (function(angle.astype(np.float64)) * multiplier).astype(np.float32)
+        out = ops.array(values.shape, "f32")
+        ops.upload(out, values)
+        tables.append(out)
+    return tuple(tables)

@@ -1,0 +1,165 @@
+"""stream(): the speculative loop on one screen; generate(): a whole run as a Result."""
+
+import os
+import time
+
+import numpy as np
+
+from . import drafter as draft
+from . import target as verifier
+from .errors import UserError
+from .request import Request, release, reserve
+from .stats import Memory, Result, Round, Timing
+from .text import RoundText
+
+REASONS = {0: None, 1: "stop", 2: "length"}
+
+
+def stream(engine, prompt, **options):
+    """Generate, yielding one `Round` a round; the first one is the token that prefill chose.
+
+    prompt: str (chat template applied unless raw=True), list of ids, or list of chat messages. options: keywords as
+    the flags, see request.py. Returns a generator; closing it early leaves the engine usable.
+    Errors: TypeError for an unknown keyword, UserError for what cannot be run, both at the call.
+    Source: models.md 7.4, engine.md 2.
+    """
+    return _rounds(engine, Request.of(engine, prompt, options), Timing())
+
+
+def generate(engine, prompt, **options):
+    """Run to the end. Arguments and errors as `stream`. Returns a Result. Source: engine.md 5-6."""
+    request, timing = Request.of(engine, prompt, options), Timing()
+    rounds, reason = [], None
+    try:
+        for r in _rounds(engine, request, timing):
+            rounds.append(r)
+    except KeyboardInterrupt:
+        reason = "interrupted"
+    return finish(engine, request, rounds, timing, reason)
+
+
+def finish(engine, request, rounds, timing, reason=None):
+    """Result of a run from its rounds."""
+    memory = Memory(engine.target.nbytes + (engine.drafter.nbytes if engine.drafter else 0))
+    for name, value in (engine.state.memory if engine.state else {}).items():
+        setattr(memory, name, value)
+    timing.load_s, timing.jit_s = engine.load_s, engine.jit_s
+    return Result.of(
+        rounds, request.block if request.drafts else None, reason, timing, memory, prompt_tokens=len(request.ids),
+        backend=engine.ops.name, activations=engine.ops.activations, machine=machine_name(), target=engine.target_name,
+        drafter=engine.drafter_name if request.drafts else None, options=request.options,
+    )  # fmt: skip
+
+
+def _rounds(engine, request, timing):
+    """The loop. Everything a round does happens in the calls of `one_round`; the host reads one record."""
+    ops, texts = engine.ops, RoundText(engine.tokenizer, request.stop)
+    if request.max_tokens == 0:
+        return
+    begun = time.perf_counter()
+    s = reserve(engine, request)
+    try:
+        prefill(engine, s, request)
+        record = ops.download(s.record)[0]
+        timing.prefill_s = timing.ttft_s = time.perf_counter() - begun
+        reason = REASONS[int(record[2])]
+        yield from texts.push(Round([int(record[3])], finish_reason=reason), reason is not None)
+        width, fresh = 1, 1
+        while reason is None and not texts.is_stopped:
+            since = time.perf_counter()
+            width = engine.schedule.choose(request)
+            program(engine, s, request.drafts, width, fresh).launch()
+            record = ops.download(s.record)[0]
+            drafts = ops.download(s.drafts)[0, 1:width].tolist() if width > 1 else []
+            seconds = time.perf_counter() - since
+            emitted, accepted, why = (int(v) for v in record[:3])
+            engine.schedule.learn(request, width, accepted, seconds)
+            timing.decode_s += seconds
+            fresh, reason = width, REASONS[why]
+            if os.environ.get("MINIDFLASH_CHECK") == "1":
+                check(engine, s, request, record, drafts)
+            tokens = record[3 : 3 + emitted].tolist()
+            yield from texts.push(Round(tokens, None, drafts, accepted, width, seconds, reason), reason is not None)
+        yield from texts.finish()
+    finally:
+        release(engine)
+
+
+def one_round(engine, s, drafts, width, fresh):
+    """The fixed list of kernel calls of a round (engine.md 2): inject, draft, verify, accept, commit, next anchor."""
+    ops, taps = engine.ops, engine.drafter.config.taps if drafts else ()
+    if drafts:
+        draft.inject_fresh(ops, engine.drafter, s, s.slots * fresh)
+    if width > 1:
+        picked = [n * s.block + i for n in range(s.slots) for i in range(1, width)]
+        draft.draft(ops, engine.drafter, engine.target, s, device_ids(ops, picked))
+    verifier.verify(ops, engine.target, s, width, taps, device_ids(ops, range(s.slots * width)))
+    ops.accept(
+        s.drafts, s.choice[: s.slots * width], s.stop, s.start, s.anchor, s.fresh, s.left, s.done, s.record
+    )
+
+
+def program(engine, s, drafts, width, fresh):
+    """The recorded round for a verify width; the rows that wait are 1 after a plain round, else up to B."""
+    fresh = 1 if fresh == 1 and s.slots == 1 else s.block
+    key = drafts, width, fresh
+    if key not in engine.programs:
+        engine.programs[key] = engine.ops.program(lambda: one_round(engine, s, drafts, width, fresh))
+    return engine.programs[key]
+
+
+def prefill(engine, s, request):
+    """Run the prompt in chunks, inject every chunk's features, choose and commit the first token."""
+    ops, ids, total = engine.ops, request.ids, len(request.ids)
+    taps = engine.drafter.config.taps if request.drafts else ()
+    for first in range(0, total, s.chunk):
+        count = min(s.chunk, total - first)
+        rows = s.rows.first(count)
+        where = np.arange(first, first + count, dtype=np.int32)
+        ops.upload(rows.ids, np.array(ids[first : first + count], np.int32))
+        ops.upload(rows.slot, np.zeros(count, np.int32))
+        ops.upload(rows.pos, where)
+        ops.upload(rows.end, where + 1)
+        ops.upload(rows.tap_row, where - first)
+        verifier.forward(ops, engine.target, s, rows, taps)
+        if taps:
+            draft.inject(ops, engine.drafter, s, s.taps[:count], rows.slot, rows.pos)
+    last = s.rows.first(count)
+    verifier.choose(ops, engine.target, s, last, device_ids(ops, [count - 1]), s.choice[:count])
+    for buffer, value in ((s.start, total - 1), (s.left, request.max_tokens), (s.done, 0), (s.fresh, 0)):
+        ops.upload(buffer, np.array([value], np.int32))
+    ops.accept(
+        s.drafts, s.choice[count - 1 : count], s.stop, s.start, s.anchor, s.fresh, s.left, s.done, s.record
+    )
+    ops.upload(s.fresh, np.zeros(1, np.int32))  # the prompt's features are all injected
+
+
+def device_ids(ops, values):
+    """An i32 buffer with these values."""
+    values = np.array(list(values), np.int32)
+    out = ops.array(values.shape, "i32")
+    ops.upload(out, values)
+    return out
+
+
+def check(engine, s, request, record, drafts):
+    """Invariants of engine.md 2, on the host. Errors: AssertionError naming the one that broke."""
+    ops, vocab = engine.ops, engine.target.config.vocab
+    start, fresh, anchor = (int(ops.download(b)[0]) for b in (s.start, s.fresh, s.anchor))
+    emitted = int(record[0])
+    assert 1 <= emitted <= s.block, f"a round emitted {emitted} tokens"
+    assert start + 1 <= s.ctx, f"start {start} outside the context of {s.ctx}"
+    assert fresh == emitted, f"{fresh} fresh context rows after {emitted} tokens"
+    assert anchor == int(record[2 + emitted]), f"anchor {anchor} is not the last token emitted"
+    ids = [*record[3 : 3 + emitted].tolist(), *drafts]
+    assert all(0 <= i < vocab for i in ids), f"ids outside 0..{vocab - 1}: {ids}"
+    x = ops.download(s.rows.x)[:1]
+    finite = np.isfinite((x.astype(np.uint32) << 16).view(np.float32) if x.dtype == np.uint16 else x)
+    assert finite.all(), "the residual stream is not finite"
+
+
+def machine_name():
+    """One line about the processor."""
+    import platform
+
+    return f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}"

@@ -1,0 +1,142 @@
+"""The caller-owned buffers of a run: caches, lengths, anchor, flags, rows, scratch; their bytes. Allocation only."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass
+class Rows:
+    """The rows of one pass: who they are and their activations. All arrays have R rows; a pass uses the first T."""
+
+    ids: Any  # i32[R] token
+    slot: Any  # i32[R] which sequence
+    pos: Any  # i32[R] absolute position, -1: inactive
+    end: Any  # i32[R] one past the row's block
+    tap_row: Any  # i32[R] row of the tap buffer
+    x: Any  # A[R,D] residual stream
+    q: Any  # A[R,H,K]
+    o: Any  # A[R,H,K]
+    h: Any  # A[R,F]
+
+    def first(self, count):
+        """The same buffers, cut to `count` rows (views)."""
+        return Rows(*(getattr(self, name)[:count] for name in self.__dataclass_fields__))
+
+
+def make_rows(ops, config, count):
+    """Rows for passes of up to `count` rows through a model of `config`."""
+    i32 = [ops.array((count,), "i32") for _ in range(5)]
+    heads = (count, config.heads, config.head_size)
+    return Rows(
+        *i32,
+        ops.array((count, config.width), "A"),
+        ops.array(heads, "A"),
+        ops.array(heads, "A"),
+        ops.array((count, config.ffn), "A"),
+    )
+
+
+@dataclass
+class State:
+    """Everything a run changes, for N slots. Lengths and flags live on the device; kernels read and write them.
+
+    start: position of the anchor = rows in the target's cache. fresh: context features not injected yet.
+    left: tokens the slot may still emit. done: 0, or why it ended (oracle.STOPPED, OUT_OF_BUDGET).
+    drafts: [N, B]; column 0 is not used. record: what accept tells the host.
+    """
+
+    slots: int
+    ctx: int
+    block: int
+    chunk: int
+    anchor: Any
+    start: Any
+    fresh: Any
+    left: Any
+    done: Any
+    stop: Any
+    masks: Any
+    drafts: Any
+    choice: Any
+    record: Any
+    rows: Rows
+    draft_rows: Rows | None
+    context_slot: Any
+    context_pos: Any
+    taps: Any
+    features: Any
+    cache_k: Any
+    cache_v: Any
+    drafter_k: Any
+    drafter_v: Any
+    work: Any
+    memory: dict
+
+
+def make_state(ops, target, drafter, stop_ids, slots, ctx, block, chunk):
+    """Allocate a State.
+
+    target, drafter: configs (drafter None: plain decoding, block 1). ctx: positions a slot may use; the caches hold
+    ctx + block rows, since the last block may overshoot. chunk: rows of one prefill pass. Errors: MemoryError.
+    """
+    wide = slots * block
+    count = max(chunk, wide)
+    room = ctx + block
+    rows = make_rows(ops, target, count)
+    cache = (target.layers, slots, target.kv_heads, room, target.head_size)
+    cache_k, cache_v = ops.array(cache, "A"), ops.array(cache, "A")
+    i32 = {name: ops.array((slots,), "i32") for name in ("anchor", "start", "fresh", "left", "done")}
+    stop = ops.array((max(1, len(stop_ids)),), "i32")
+    ops.upload(stop, np.array(sorted(stop_ids) or [-1], np.int32))
+    masks, drafts = ops.array((slots, block), "i32"), ops.array((slots, block), "i32")
+    draft_rows = taps = features = drafter_k = drafter_v = None
+    needs = _work_needs(target, count, wide)
+    if drafter is not None:
+        ops.upload(masks, np.full((slots, block), drafter.mask_id, np.int32))
+        draft_rows = make_rows(ops, drafter, wide)
+        columns = len(drafter.taps) * target.width
+        taps = ops.array((count, columns), "A")
+        features = ops.array((count, drafter.width), "A")
+        own = (drafter.layers, slots, drafter.kv_heads, room, drafter.head_size)
+        drafter_k, drafter_v = ops.array(own, "A"), ops.array(own, "A")
+        stacked = 2 * drafter.layers * drafter.kv_heads * drafter.head_size
+        needs += _work_needs(drafter, wide, wide)[:-1]
+        needs += [(count, columns, drafter.width), (count, drafter.width, stacked), (wide, drafter.width, target.vocab)]
+    work = ops.array((max(ops.backend.work_size(*need) for need in needs),), "f32")
+    memory = {
+        "target_cache": 2 * cache_k.nbytes,
+        "drafter_cache": 0 if drafter is None else 2 * drafter_k.nbytes,
+        "workspace": work.nbytes + _bytes(rows, draft_rows, taps, features),
+    }
+    return State(
+        slots, ctx, block, chunk, **i32, stop=stop, masks=masks, drafts=drafts, choice=ops.array((count,), "i32"),
+        record=ops.array((slots, block + 3), "i32"), rows=rows, draft_rows=draft_rows,
+        context_slot=ops.array((wide,), "i32"), context_pos=ops.array((wide,), "i32"), taps=taps, features=features,
+        cache_k=cache_k, cache_v=cache_v, drafter_k=drafter_k, drafter_v=drafter_v, work=work, memory=memory,
+    )  # fmt: skip
+
+
+def _work_needs(config, count, head_rows):
+    """(rows, inputs, outputs) of every matrix product of a model; the last one is its head's."""
+    size = config.head_size
+    q, kv = config.heads * size, 2 * config.kv_heads * size
+    return [
+        (count, config.width, q + kv),
+        (count, max(q, size * config.heads), config.width),
+        (count, config.width, 2 * config.ffn),
+        (count, config.ffn, config.width),
+        (head_rows, config.width, config.vocab),
+    ]
+
+
+def _bytes(*buffers):
+    """Bytes of arrays and of the arrays of Rows."""
+    total = 0
+    for buffer in buffers:
+        if isinstance(buffer, Rows):
+            total += sum(getattr(buffer, name).nbytes for name in buffer.__dataclass_fields__)
+        elif buffer is not None:
+            total += buffer.nbytes
+    return total

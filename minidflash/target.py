@@ -1,0 +1,31 @@
+"""The target: one pass over rows for prefill and verify; taps are written on the way."""
+
+from .layers import run_layer
+
+
+def forward(ops, model, s, rows, taps):
+    """Run `rows` (ids, slot, pos set) through all layers against the caches of state s; rows.x holds the result.
+
+    model: engine.Model. taps: target layers whose output also goes to s.taps, side by side; () for none.
+    """
+    config, w = model.config, model.weights
+    ops.embed(rows.ids, w["embed"], 1.0, rows.x)
+    for i, layer in enumerate(model.layers):
+        to, at = (s.taps, taps.index(i) * config.width) if i in taps else (None, 0)
+        run_layer(
+            ops, config, layer, model.tables, rows, s.cache_k[i], s.cache_v[i], config.windows[i], 1, s.work, to, at
+        )
+
+
+def choose(ops, model, s, rows, pick, ids):
+    """ids[r] = the target's greedy token after row r, for r in pick (i32[M] on the device)."""
+    w, config = model.weights, model.config
+    ops.head(rows.x, pick, w["norm"], config.eps, w["head"], config.vocab, ids, s.work)
+
+
+def verify(ops, model, s, width, taps, all_rows):
+    """Verify pass: [anchor, drafts[1..width-1]] of every slot; s.choice gets the target's token after each row."""
+    rows = s.rows.first(s.slots * width)
+    ops.stage(s.anchor, s.start, s.done, s.drafts, rows.ids, rows.slot, rows.pos, rows.end, rows.tap_row)
+    forward(ops, model, s, rows, taps)
+    choose(ops, model, s, rows, all_rows, s.choice[: s.slots * width])
