@@ -65,9 +65,13 @@ def silu(z):
     return z / (1.0 + np.exp(-z))
 
 
-def key_range(pos, end, window, causal):
-    """First and one past the last key that a row sees (models.md 0 and 7.5). window 0 = no window."""
-    first = max(0, pos - window + 1) if window else 0
+def key_range(pos, begin, end, window, causal):
+    """First and one past the last key that a row sees (models.md 0 and 7.5). window 0 = no window.
+
+    begin: keys from here on are inside any window: the block's start in a drafter's causal sliding layer, where the
+    window bounds the context only; the row's own position everywhere else.
+    """
+    first = min(begin, max(0, pos - window + 1)) if window else 0
     last = pos + 1 if causal else (min(end, pos + window) if window else end)
     return first, last
 
@@ -101,14 +105,14 @@ def qkv(x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot, 
     return q
 
 
-def attend(q, cache_k, cache_v, slot, pos, end, window, causal, scale, work):
+def attend(q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, work):
     """o[t, h] = attention of query head h over the keys its row sees, GQA by consecutive heads. Returns (T, H, K)."""
     heads, groups = q.shape[1], cache_k.shape[1]
     o = np.zeros(q.shape)
     for t in range(len(q)):
         if pos[t] < 0:
             continue
-        first, last = key_range(pos[t], end[t], window, causal)
+        first, last = key_range(pos[t], begin[t], end[t], window, causal)
         for h in range(heads):
             g = h // (heads // groups)
             k, v = (real(c[slot[t], g, first:last]) for c in (cache_k, cache_v))
@@ -165,10 +169,10 @@ def inject(f, wkv, kv_bias, k_norm, eps, cos, sin, slot, pos, cache_k, cache_v, 
             store(v, cache_v[layer, slot[t], :, pos[t]])
 
 
-def stage(anchor, start, done, fill, ids, slot, pos, end, row):
+def stage(anchor, start, done, fill, ids, slot, pos, begin, end, row):
     """Rows of one pass of width w = T/N: ids = [anchor, fill[1..w-1]] at start..start+w-1; done slots get pos -1.
 
-    end: one past the block; row: where the row's taps go, slot * B + i.
+    begin, end: the block's first position and one past its last; row: where the row's taps go, slot * B + i.
     """
     width = len(ids) // len(anchor)
     for n in range(len(anchor)):
@@ -177,7 +181,7 @@ def stage(anchor, start, done, fill, ids, slot, pos, end, row):
             ids[r] = anchor[n] if i == 0 else fill[n, i]
             slot[r], row[r] = n, n * fill.shape[1] + i
             pos[r] = -1 if done[n] else start[n] + i
-            end[r] = start[n] + width
+            begin[r], end[r] = start[n], start[n] + width
 
 
 def stage_context(start, fresh, slot, pos):

@@ -16,8 +16,8 @@ TABLE = {
     "qkv": "x:A[T,D] norm:f32[D] eps:f32 wq:W[H*K,D] wkv:W[2*G*K,D] q_bias:f32[H*K]? kv_bias:f32[2*G*K]? "
     "q_norm:f32[K]? k_norm:f32[K]? cos:f32[P,J] sin:f32[P,J] slot:i32[T] pos:i32[T] "
     "&cache_k:A[N,G,S,K] &cache_v:A[N,G,S,K] &work:f32[Z] -> q:A[T,H,K]",
-    "attend": "q:A[T,H,K] cache_k:A[N,G,S,K] cache_v:A[N,G,S,K] slot:i32[T] pos:i32[T] end:i32[T] "
-    "window:i32 causal:i32 scale:f32 &work:f32[Z] -> o:A[T,H,K]",
+    "attend": "q:A[T,H,K] cache_k:A[N,G,S,K] cache_v:A[N,G,S,K] slot:i32[T] pos:i32[T] begin:i32[T] "
+    "end:i32[T] window:i32 causal:i32 scale:f32 &work:f32[Z] -> o:A[T,H,K]",
     "linear_add": "a:A[T,F] w:W[D,F] bias:f32[D]? tap_row:i32[T]? tap_at:i32 "
     "&x:A[T,D] &taps:A[R,C]? &work:f32[Z]",
     "gate_up": "x:A[T,D] norm:f32[D] eps:f32 w:W[2*F,D] &work:f32[Z] -> h:A[T,F]",
@@ -27,7 +27,7 @@ TABLE = {
     "inject": "f:A[T,D] wkv:W[L*2*G*K,D] kv_bias:f32[L*2*G*K]? k_norm:f32[L,K]? eps:f32 cos:f32[P,J] sin:f32[P,J] "
     "slot:i32[T] pos:i32[T] &cache_k:A[L,N,G,S,K] &cache_v:A[L,N,G,S,K] &work:f32[Z]",
     "stage": "anchor:i32[N] start:i32[N] done:i32[N] fill:i32[N,B] -> "
-    "ids:i32[T] slot:i32[T] pos:i32[T] end:i32[T] row:i32[T]",
+    "ids:i32[T] slot:i32[T] pos:i32[T] begin:i32[T] end:i32[T] row:i32[T]",
     "stage_context": "start:i32[N] fresh:i32[N] -> slot:i32[T] pos:i32[T]",
     "accept": "drafts:i32[N,B] choice:i32[T] stop:i32[X] &start:i32[N] &anchor:i32[N] &fresh:i32[N] &left:i32[N] "
     "&done:i32[N] -> record:i32[N,B+3]",

@@ -31,12 +31,12 @@ def draft(ops, model, target, s, drafted_rows):
     drafted_rows: i32 row numbers n * B + i, i in 1..v-1; the others need no head.
     """
     config, rows = model.config, s.draft_rows
-    ops.stage(s.anchor, s.start, s.done, s.masks, rows.ids, rows.slot, rows.pos, rows.end, rows.tap_row)
+    ops.stage(s.anchor, s.start, s.done, s.masks, rows.ids, rows.slot, rows.pos, rows.begin, rows.end, rows.tap_row)
     ops.embed(rows.ids, target.weights["embed"], 1.0, rows.x)
     for i, layer in enumerate(model.layers):
         run_layer(
-            ops, config, layer, model.tables, rows, s.drafter_k[i], s.drafter_v[i], config.windows[i],
-            int(config.causal[i]), s.work,
+            ops, config, layer, model.tables, rows, s.drafter_k[i], s.drafter_v[i],
+            rows.begin if config.causal[i] else rows.pos, config.windows[i], int(config.causal[i]), s.work,
         )  # fmt: skip
     w = model.weights
     vocab = min(config.vocab or target.config.vocab, target.config.vocab)

@@ -1,10 +1,11 @@
 """One transformer layer, as the calls of the table. The target and the drafter are stacks of it."""
 
 
-def run_layer(ops, config, w, tables, rows, cache_k, cache_v, window, causal, work, taps=None, tap_at=0):
+def run_layer(ops, config, w, tables, rows, cache_k, cache_v, begin, window, causal, work, taps=None, tap_at=0):
     """x += attention(norm(x)); x += mlp(norm(x)), in place on rows.x; k and v go to the caches of this layer.
 
     w: the layer's weights by name (weights/names.py). tables: cos, sin (P, J). cache_k, cache_v: (N, G, S, K).
+    begin: keys from this position on are inside any window (oracle.key_range).
     window: keys a row sees, itself included; 0: all. causal: 1, or 0 for the drafter's whole-block view.
     taps: where the new x also goes, at column tap_at. Source: models.md 1, 2, 7.3.
     """
@@ -15,7 +16,7 @@ def run_layer(ops, config, w, tables, rows, cache_k, cache_v, window, causal, wo
         w.get("k_norm"), cos, sin, rows.slot, rows.pos, cache_k, cache_v, work, rows.q,
     )  # fmt: skip
     scale = config.head_size**-0.5
-    ops.attend(rows.q, cache_k, cache_v, rows.slot, rows.pos, rows.end, window, causal, scale, work, rows.o)
+    ops.attend(rows.q, cache_k, cache_v, rows.slot, rows.pos, begin, rows.end, window, causal, scale, work, rows.o)
     ops.linear_add(flat, w["o"], w.get("o_bias"), None, 0, rows.x, None, work)
     ops.gate_up(rows.x, w["mlp_norm"], config.eps, w["gate_up"], work, rows.h)
     tap_row = rows.tap_row if taps is not None else None

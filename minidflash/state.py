@@ -13,6 +13,7 @@ class Rows:
     ids: Any  # i32[R] token
     slot: Any  # i32[R] which sequence
     pos: Any  # i32[R] absolute position, -1: inactive
+    begin: Any  # i32[R] first position of the row's block
     end: Any  # i32[R] one past the row's block
     tap_row: Any  # i32[R] row of the tap buffer
     x: Any  # A[R,D] residual stream
@@ -27,7 +28,7 @@ class Rows:
 
 def make_rows(ops, config, count):
     """Rows for passes of up to `count` rows through a model of `config`."""
-    i32 = [ops.array((count,), "i32") for _ in range(5)]
+    i32 = [ops.array((count,), "i32") for _ in range(6)]
     heads = (count, config.heads, config.head_size)
     return Rows(
         *i32,

@@ -13,8 +13,9 @@ def forward(ops, model, s, rows, taps):
     for i, layer in enumerate(model.layers):
         to, at = (s.taps, taps.index(i) * config.width) if i in taps else (None, 0)
         run_layer(
-            ops, config, layer, model.tables, rows, s.cache_k[i], s.cache_v[i], config.windows[i], 1, s.work, to, at
-        )
+            ops, config, layer, model.tables, rows, s.cache_k[i], s.cache_v[i], rows.pos, config.windows[i], 1,
+            s.work, to, at,
+        )  # fmt: skip
 
 
 def choose(ops, model, s, rows, pick, ids):
@@ -26,6 +27,6 @@ def choose(ops, model, s, rows, pick, ids):
 def verify(ops, model, s, width, taps, all_rows):
     """Verify pass: [anchor, drafts[1..width-1]] of every slot; s.choice gets the target's token after each row."""
     rows = s.rows.first(s.slots * width)
-    ops.stage(s.anchor, s.start, s.done, s.drafts, rows.ids, rows.slot, rows.pos, rows.end, rows.tap_row)
+    ops.stage(s.anchor, s.start, s.done, s.drafts, rows.ids, rows.slot, rows.pos, rows.begin, rows.end, rows.tap_row)
     forward(ops, model, s, rows, taps)
     choose(ops, model, s, rows, all_rows, s.choice[: s.slots * width])

@@ -35,10 +35,10 @@ def _weighted_values(cache_v, v_at, size, count, work, p_at, out_at):
 
 
 @jit
-def _attend_head(t, h, q, cache_k, cache_v, s, p, end, window, causal, scale, ones, work, at, o):
+def _attend_head(t, h, q, cache_k, cache_v, s, p, begin, end, window, causal, scale, ones, work, at, o):
     heads, groups, rows, size = q.shape[1], cache_k.shape[1], cache_k.shape[2], q.shape[2]
     base = (s * groups + h // (heads // groups)) * rows * size
-    first = max(0, p - window + 1) if window else 0
+    first = min(begin, max(0, p - window + 1)) if window else 0
     last = p + 1 if causal else (min(end, p + window) if window else end)
     q_at, p_at, sum_at, new_at = (t * heads + h) * size, at, at + CHUNK, at + CHUNK + size
     top, total = F(-3.4e38), F(0.0)
@@ -66,7 +66,7 @@ def _attend_head(t, h, q, cache_k, cache_v, s, p, end, window, causal, scale, on
 
 
 @jit(parallel=True)
-def _run(q, cache_k, cache_v, slot, pos, end, window, causal, scale, work, o, ones, threads):
+def _run(q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, work, o, ones, threads):
     heads, size = q.shape[1], q.shape[2]
     items, room = q.shape[0] * heads, CHUNK + 2 * size
     for thread in numba.prange(threads):
@@ -77,9 +77,9 @@ def _run(q, cache_k, cache_v, slot, pos, end, window, causal, scale, work, o, on
                     o[t, h, i] = 0
             else:
                 at = np.int64(thread) * room
-                _attend_head(t, h, q, cache_k, cache_v, np.int64(slot[t]), np.int64(pos[t]), np.int64(end[t]),
-                             window, causal, scale, ones, work, at, o)  # fmt: skip
+                _attend_head(t, h, q, cache_k, cache_v, np.int64(slot[t]), np.int64(pos[t]), np.int64(begin[t]),
+                             np.int64(end[t]), window, causal, scale, ones, work, at, o)  # fmt: skip
 
 
-def attend(backend, q, cache_k, cache_v, slot, pos, end, window, causal, scale, work, o):
-    _run(q, cache_k, cache_v, slot, pos, end, window, causal, scale, work, o, backend.ones, backend.threads)
+def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, work, o):
+    _run(q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, work, o, backend.ones, backend.threads)

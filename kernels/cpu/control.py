@@ -6,7 +6,7 @@ STOPPED, OUT_OF_BUDGET = 1, 2
 
 
 @jit
-def _stage(anchor, start, done, fill, ids, slot, pos, end, row):
+def _stage(anchor, start, done, fill, ids, slot, pos, begin, end, row):
     width = len(ids) // len(anchor)
     for n in range(len(anchor)):
         for i in range(width):
@@ -14,6 +14,7 @@ def _stage(anchor, start, done, fill, ids, slot, pos, end, row):
             ids[r] = anchor[n] if i == 0 else fill[n, i]
             slot[r] = n
             pos[r] = -1 if done[n] else start[n] + i
+            begin[r] = start[n]
             end[r] = start[n] + width
             row[r] = n * fill.shape[1] + i
 
