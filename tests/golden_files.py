@@ -1,0 +1,20 @@
+"""Where golden fixtures are found: the committed subset, MINIDFLASH_GOLDEN, or the checkout's neighbour."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PLACES = [ROOT / "tests" / "golden", *map(Path, filter(None, [os.environ.get("MINIDFLASH_GOLDEN")])),
+          ROOT.parent / "shared" / "golden"]  # fmt: skip
+
+
+def golden(name):
+    """Folder of one golden case; skips in words where the fixtures are absent, fails in CI."""
+    for place in PLACES:
+        if (place / name / "golden.safetensors").is_file():
+            return place / name
+    if os.environ.get("CI"):
+        pytest.fail(f"golden fixture {name} not found: set MINIDFLASH_GOLDEN")
+    pytest.skip(f"golden fixture {name} is not here: set MINIDFLASH_GOLDEN")
