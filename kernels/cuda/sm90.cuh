@@ -1,0 +1,205 @@
+/* One wrapper an instruction, for sm_90 and newer; the only PTX besides common.cuh and sm100.cuh.
+ * Under MINIDFLASH_EMULATE the same names are C++ on fibers (kernels/emulate/emulated_sm90.h).
+ * Shared-memory pointers are plain generic pointers here; the wrappers narrow them. */
+#pragma once
+#include "common.cuh"
+
+#ifdef MINIDFLASH_EMULATE
+#include "emulated_sm90.h"
+#else
+
+__device__ __forceinline__ u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
+
+// ---- loads ----
+
+/* 16 bytes that are read once: keep them out of L1, fetch 256-byte sectors of L2. Not for data this launch writes. */
+__device__ __forceinline__ uint4 load_stream(const void* global) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(global));
+    return v;
+}
+
+__device__ __forceinline__ void prefetch_l2(const void* global) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
+}
+
+/* Ask for a piece of memory in L2 before its kernel needs it. 16-byte aligned, bytes a multiple of 16. */
+__device__ __forceinline__ void bulk_prefetch_l2(const void* global, u32 bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
+}
+
+// ---- matrix tiles ----
+
+/* d += A * B for a 16 x 16 bf16 A (row major fragments), 16 x 8 bf16 B, f32 d.
+ * With g = lane / 4, t = lane % 4: a.x, a.y, a.z, a.w hold rows g, g+8, g, g+8 and k 2t.., 2t.., 2t+8.., 2t+8..;
+ * b0, b1 hold k 2t.. and 2t+8.. of column g; d holds (g, 2t), (g, 2t+1), (g+8, 2t), (g+8, 2t+1). */
+__device__ __forceinline__ void mma_bf16(float (&d)[4], const uint4& a, u32 b0, u32 b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+}
+
+/* Lanes 8i..8i+7 name the eight 16-byte rows of matrix i; lane l gets elements 2(l%4), +1 of row l/4 of each. */
+__device__ __forceinline__ uint4 ldmatrix_x4(const void* shared_row) {
+    uint4 r;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+                 : "r"(shared_address(shared_row))
+                 : "memory");
+    return r;
+}
+
+/* The same with each 8 x 8 matrix transposed: lane l gets rows 2(l%4), +1 of column l/4. */
+__device__ __forceinline__ uint4 ldmatrix_x4_trans(const void* shared_row) {
+    uint4 r;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+                 : "r"(shared_address(shared_row))
+                 : "memory");
+    return r;
+}
+
+__device__ __forceinline__ uint2 ldmatrix_x2(const void* shared_row) {
+    uint2 r;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+                 : "=r"(r.x), "=r"(r.y)
+                 : "r"(shared_address(shared_row))
+                 : "memory");
+    return r;
+}
+
+__device__ __forceinline__ uint2 ldmatrix_x2_trans(const void* shared_row) {
+    uint2 r;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+                 : "=r"(r.x), "=r"(r.y)
+                 : "r"(shared_address(shared_row))
+                 : "memory");
+    return r;
+}
+
+// ---- cp.async: 16 bytes a thread, global to shared ----
+
+__device__ __forceinline__ void cp_async_16(void* shared, const void* global) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
+}
+
+/* Zeros instead of memory where `is_valid` is false; the pointer is then not read. */
+__device__ __forceinline__ void cp_async_16_or_zero(void* shared, const void* global, bool is_valid) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
+                 "r"(is_valid ? 16 : 0)
+                 : "memory");
+}
+
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+/* Until at most `Left` of this thread's newest groups are under way; a barrier then shows them to the block. */
+template <int Left>
+__device__ __forceinline__ void cp_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(Left) : "memory");
+}
+
+// ---- mbarriers and bulk copies ----
+
+/* One thread initialises, then mbarrier_fence_init, then a block barrier; `arrivals` a phase. */
+__device__ __forceinline__ void mbarrier_init(u64* barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_fence_init() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive(u64* barrier) {
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+/* Arrive, and hold the phase open until `bytes` more have been copied. */
+__device__ __forceinline__ void mbarrier_arrive_expect(u64* barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+                 : "memory");
+}
+
+/* True once the phase of this parity is complete: the first phase has parity 0. */
+__device__ __forceinline__ bool mbarrier_try_wait(u64* barrier, u32 parity) {
+    u32 done;
+    asm volatile(
+        "{\n .reg .pred p;\n mbarrier.try_wait.parity.shared.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+    return done;
+}
+
+/* Contiguous memory to shared memory by one thread's order: all 16-byte aligned, bytes a multiple of 16. */
+__device__ __forceinline__ void bulk_load(void* shared, const void* global, u32 bytes, u64* barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(shared)),
+                 "l"(global), "r"(bytes), "r"(shared_address(barrier))
+                 : "memory");
+}
+
+/* Between plain accesses of shared memory and a bulk copy that follows them there. */
+__device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// ---- barriers of part of a block ----
+
+/* Ids 1..15 (0 is __syncthreads); threads: how many take part, arrivals counted, a multiple of 32. */
+__device__ __forceinline__ void named_barrier_sync(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// ---- dependent launch ----
+
+/* Until the kernel before this one in the stream has ended and its writes are visible. */
+__device__ __forceinline__ void griddep_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+/* The next kernel may start its blocks; it still waits for this one's end before it reads. */
+__device__ __forceinline__ void griddep_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// ---- clusters ----
+
+__device__ __forceinline__ u32 cluster_rank() {
+    u32 rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+__device__ __forceinline__ u32 cluster_size() {
+    u32 size;
+    asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+    return size;
+}
+
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+/* Where the same shared variable lies in block `rank` of the cluster. That block must still be running:
+ * end with cluster_sync. */
+template <class T>
+__device__ __forceinline__ T* map_shared(T* shared, u32 rank) {
+    u64 mapped;
+    asm volatile("mapa.u64 %0, %1, %2;" : "=l"(mapped) : "l"(shared), "r"(rank));
+    return (T*)mapped;
+}
+
+__device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+__device__ __forceinline__ void fence_cluster() { asm volatile("fence.acq_rel.cluster;" ::: "memory"); }
+#endif
+
+__device__ __forceinline__ void cluster_sync() {
+    cluster_arrive();
+    cluster_wait();
+}
+
+__device__ __forceinline__ void mbarrier_wait(u64* barrier, u32 parity) {
+    while (!mbarrier_try_wait(barrier, parity)) {
+    }
+}

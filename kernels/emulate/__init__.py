@@ -1,0 +1,187 @@
+"""The .cu kernels on a machine without a GPU: EmulatedDevice has the interface of launch.CudaDevice.
+
+A kernel's source is built unchanged by the host compiler; every CUDA thread is a fiber. Meant to find what is
+wrong with a kernel, so it is strict where a GPU is lenient:
+  shared memory starts as NaN bits, and becomes NaN bits when its block ends;
+  cp.async and bulk copies land only at the wait that makes them visible, their target is NaN bits until then;
+  with dependent=True, what the launch before wrote is NaN bits until griddep_wait, and is restored there;
+  barriers reached from two places, meetings of lanes in different operations, and deadlocks are errors that
+  name the kernel, block, thread and what each thread waits for;
+  blocks beyond what the device holds at once start when others end, so a grid barrier needs cooperative=True;
+  seed=N shuffles the order of blocks, warps and lanes; seed=None takes them in ascending order.
+Arithmetic is the host's, without contraction; mma_bf16 is one fma a k, ascending: the same bits on every run.
+
+Misaligned or out-of-bounds accesses of arrays of known size, overflows and wild pointers are errors too. For
+accesses just past a buffer there is ASan: it must be loaded before Python's own libraries, so it takes a new
+process, `subprocess.run([sys.executable, ...], env=emulate.sanitizer_environment())`, which sets
+MINIDFLASH_SANITIZE=1 and LD_PRELOAD; then every kernel is built with ASan and UBSan and every NumPy buffer has
+guard zones. A report ends that process.
+Not emulated: spinning on a plain volatile load (use load_acquire, which lets other threads run), wgmma, tcgen05.
+"""
+
+import ctypes
+import threading
+
+import numpy as np
+
+from ...errors import UserError
+from .. import source
+from . import build
+from .build import sanitizer_environment
+
+__all__ = ["EmulatedDevice", "EmulatedFunction", "EmulationError", "sanitizer_environment"]
+
+_THREADS_PER_SM = 2048
+_SHARED_PER_SM = 233472  # H100: 228 KB, of which each block costs 1 KB more than it asks for
+_lock = threading.Lock()  # the runtime holds one launch at a time
+
+
+class EmulationError(RuntimeError):
+    """A kernel did what would hang, trap or be undefined on a GPU. The message says which thread and where."""
+
+
+class _Span(ctypes.Structure):
+    _fields_ = [("begin", ctypes.c_void_p), ("bytes", ctypes.c_uint64)]
+
+
+class _Request(ctypes.Structure):  # scheduler.h has the same
+    _fields_ = [
+        ("entry", ctypes.c_void_p),
+        ("arguments", ctypes.POINTER(ctypes.c_void_p)),
+        ("name", ctypes.c_char_p),
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("cluster", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint64),
+        ("resident", ctypes.c_uint64),
+        ("seed", ctypes.c_int64),
+        ("poisoned", ctypes.POINTER(_Span)),
+        ("poisoned_count", ctypes.c_uint64),
+        ("has_waited", ctypes.c_int),
+        ("error", ctypes.c_char * 2048),
+    ]
+
+
+class EmulatedFunction:
+    """One kernel of a built .cu: its name, parameters and static shared memory in bytes."""
+
+    def __init__(self, name, parameters, library, path):
+        self.name = name
+        self.parameters = parameters
+        self.path = path
+        self.entry = ctypes.cast(getattr(library, f"emulate_call_{name}"), ctypes.c_void_p)
+        end, begin = ctypes.c_ulong(), ctypes.c_ulong()
+        with _lock:
+            library.emulate_shared_layout(ctypes.byref(end), ctypes.byref(begin))
+        self.shared = end.value
+        self.dynamic_begin = begin.value
+
+
+class EmulatedDevice:
+    """A device whose threads are fibers; arguments are NumPy arrays and scalars.
+
+    seed: None for ascending order, or an int that shuffles blocks, warps and lanes, anew at every launch.
+    sms: multiprocessors; with 2048 threads and 228 KB each they bound the blocks that run at once.
+    Errors: UserError, code 3, where there is no g++.
+    """
+
+    def __init__(self, seed=None, sms=4):
+        self.arch = "emulated"
+        self.sms = sms
+        self.shared_limit = 232448
+        self.seed = seed
+        self._functions = {}
+        self._launches = 0
+        self._written = []  # arrays that an earlier launch wrote and no wait has covered yet
+        self._runtime = build.runtime()
+
+    def function(self, file, name, defines=None):
+        """A kernel of a .cu, built if need be.
+
+        file: a name in kernels/cuda or a path. name: the kernel. defines: {macro: value}, for -D.
+        Errors: UserError for a missing file or kernel; RuntimeError with g++'s words where it does not build.
+        """
+        defines = {key: str(value) for key, value in (defines or {}).items()}
+        key = (str(file), name, tuple(sorted(defines.items())))
+        if key not in self._functions:
+            path = source.find(file)
+            parameters = source.parameters(path.read_text(encoding="utf-8"), name, defines)
+            library, built = build.kernels(path, defines)
+            self._functions[key] = EmulatedFunction(name, parameters, library, built)
+        return self._functions[key]
+
+    def launch(
+        self, function, grid, block, shared, args, cluster=1, cooperative=False, dependent=False, stream=None
+    ):
+        """Run a kernel to its end.
+
+        grid, block, cluster: ints or tuples; the grid counts blocks. shared: dynamic bytes a block.
+        args: arrays for pointers, numbers for scalars. stream: ignored, there is one.
+        Errors: UserError for limits of the device, TypeError for arguments, EmulationError for the kernel.
+        """
+        grid, block, cluster = (
+            source.extent(value, what)
+            for value, what in ((grid, "grid"), (block, "block"), (cluster, "cluster"))
+        )
+        resident = self._resident(function, grid, block, shared, cluster, cooperative)
+        written = []
+
+        def address(parameter, array):
+            if not isinstance(array, np.ndarray) or not array.flags.c_contiguous:
+                raise TypeError(f"{function.name}: {parameter.name} must be a contiguous NumPy array")
+            if not parameter.is_const:
+                if not array.flags.writeable:
+                    raise TypeError(f"{function.name}: {parameter.name} is written, the array is read-only")
+                written.append(array)
+            return array.ctypes.data
+
+        packed = source.pack(function.name, function.parameters, args, address)
+        before = self._written if dependent else []
+        spans = (_Span * max(len(before), 1))(*((a.ctypes.data, a.nbytes) for a in before))
+        pointers = (ctypes.c_void_p * max(len(packed), 1))(*(ctypes.addressof(value) for value in packed))
+        request = _Request(
+            entry=function.entry,
+            arguments=pointers,
+            name=function.name.encode(),
+            grid=grid,
+            block=block,
+            cluster=cluster,
+            shared_bytes=(function.dynamic_begin if shared else function.shared) + shared,
+            resident=resident,
+            seed=-1 if self.seed is None else self.seed + self._launches,
+            poisoned=spans,
+            poisoned_count=len(before),
+        )
+        self._launches += 1
+        with _lock:
+            failed = self._runtime.emulate_launch(ctypes.byref(request))
+        # A dependent kernel that never waits does not cover what came before it: the next one must not read it.
+        self._written = (before if dependent and not request.has_waited else []) + written
+        if failed:
+            self._written = []
+            raise EmulationError(build.where(request.error.decode(errors="replace"), function.path))
+
+    def _resident(self, function, grid, block, shared, cluster, cooperative):
+        """How many blocks run at once; refuses what a GPU refuses."""
+        threads, blocks, size = (x * y * z for x, y, z in (block, grid, cluster))
+        if threads > 1024:
+            raise UserError(f"kernel {function.name}: {threads} threads a block, the limit is 1024")
+        if size > 8 or any(g % c for g, c in zip(grid, cluster, strict=True)):
+            raise UserError(f"kernel {function.name}: cluster {cluster} is over 8 or does not divide grid {grid}")
+        source.check_shared(function.name, function.shared, shared, self.shared_limit)
+        per_sm = min(
+            32,
+            _THREADS_PER_SM // (-(-threads // 32) * 32),
+            _SHARED_PER_SM // (function.shared + shared + 1024),
+        )
+        resident = max(per_sm, 1) * self.sms
+        if cooperative and blocks > resident:
+            raise UserError(
+                f"kernel {function.name}: a cooperative launch of {blocks} blocks, the device holds {resident} at once",
+                hint="launch fewer blocks",
+                code=3,
+            )
+        return resident
+
+    def synchronize(self):
+        """Nothing is ever under way after a launch; here for the interface."""

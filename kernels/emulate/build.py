@@ -1,0 +1,183 @@
+"""Builds the emulator's runtime and one library a .cu with g++, cached by all that goes into them."""
+
+import ctypes
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from functools import lru_cache
+from importlib import resources
+from pathlib import Path
+
+from ...errors import UserError
+from .. import diskcache, source
+
+FOLDER = Path(str(resources.files(__package__)))
+_RUNTIME = ("switch.cpp", "scheduler.cpp", "hardware.cpp")
+
+# No contraction: an fma happens where the source says fmaf. No aliasing rules: kernels read memory as uint4.
+_FLAGS = ["-std=c++20", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-strict-aliasing", "-g1",
+          "-fno-extern-tls-init", "-ftls-model=global-dynamic", "-Wall", "-Wno-unknown-pragmas",
+          "-Wno-unused-function", "-Wno-unused-variable", "-Wno-unused-but-set-variable"]  # fmt: skip
+# The checks that cost little and find what a GPU would trap on or get wrong; each is one conditional jump.
+_TRAPS = ["-fsanitize=alignment,bounds,shift,signed-integer-overflow,integer-divide-by-zero,vla-bound",
+          "-fsanitize-undefined-trap-on-error"]  # fmt: skip
+_SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"]
+
+_temporary = None  # holds libraries where there is no cache folder
+
+
+def is_sanitized():
+    """Whether this process builds with ASan and UBSan (MINIDFLASH_SANITIZE=1)."""
+    return os.environ.get("MINIDFLASH_SANITIZE", "0") not in ("", "0")
+
+
+@lru_cache(maxsize=None)
+def compiler():
+    """(path, version text) of g++. Errors: UserError, code 3, where there is none."""
+    path = shutil.which("g++")
+    if path is None:
+        raise UserError(
+            "the emulate backend builds the CUDA kernels with g++, which is not installed",
+            hint="install g++ (Debian, Ubuntu: apt install g++), or use --backend numba",
+            code=3,
+        )
+    version = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
+    return path, version.splitlines()[0]
+
+
+@lru_cache(maxsize=None)
+def _machine_flags():
+    """-mfma where the processor has it: fmaf is exact either way, without it it is a slow call."""
+    try:
+        flags = set(re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.M)[1].split())
+    except (OSError, TypeError):
+        return []
+    return ["-mfma", "-mavx2"] if {"fma", "avx2"} <= flags else []
+
+
+def sanitizer_environment():
+    """Environment for a Python whose emulated kernels run under ASan and UBSan.
+
+    ASan must be loaded before everything else, so it cannot be switched on inside a running Python: start
+    a new one with this. libstdc++ comes along because ASan looks for its exception functions at start.
+    """
+    path, _ = compiler()
+    names = []
+    for name in ("libasan.so", "libstdc++.so.6"):
+        found = subprocess.run([path, f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout
+        names.append(os.path.realpath(found.strip()))
+    return dict(
+        os.environ,
+        MINIDFLASH_SANITIZE="1",
+        LD_PRELOAD=" ".join(names),
+        ASAN_OPTIONS="detect_leaks=0:abort_on_error=0",  # Python itself leaks by design
+    )
+
+
+def _check_sanitizer():
+    if is_sanitized() and not hasattr(ctypes.CDLL(None), "__asan_init"):
+        preload = sanitizer_environment()["LD_PRELOAD"]
+        raise UserError(
+            "MINIDFLASH_SANITIZE=1, but ASan is not loaded in this Python",
+            hint=f"start it with LD_PRELOAD='{preload}' ASAN_OPTIONS=detect_leaks=0",
+            code=3,
+        )
+
+
+def _build(name, arguments, inputs, files=None):
+    """Compile into the cache unless it is there; returns the library's path.
+
+    inputs: strings that determine the result besides the arguments. files: {name: text} put where g++ runs.
+    """
+    files = files or {}
+    global _temporary
+    path, version = compiler()
+    cache = diskcache.folder("emulate")
+    if cache is None:
+        _temporary = _temporary or tempfile.TemporaryDirectory(prefix="minidflash-")
+        cache = Path(_temporary.name)
+    library = cache / f"{name}-{diskcache.digest(version, *arguments, *inputs, *files.values())}.so"
+    if library.exists():
+        return library
+    with tempfile.TemporaryDirectory(prefix="minidflash-") as work:
+        out = Path(work) / "out.so"
+        for file, text in files.items():
+            (Path(work) / file).write_text(text, encoding="utf-8")
+        command = [path, *arguments, "-shared", "-o", str(out)]
+        result = subprocess.run(command, capture_output=True, text=True, cwd=work)
+        if result.returncode:
+            raise RuntimeError(f"g++ could not build {name} for the emulator:\n{result.stderr[-4000:]}")
+        data = out.read_bytes()
+    if not diskcache.store(library, data):
+        raise UserError(f"cannot write {library}", hint="free some disk space or set MINIDFLASH_CACHE", code=3)
+    return library
+
+
+def _texts(*names):
+    return [(FOLDER / name).read_text(encoding="utf-8") for name in names]
+
+
+@lru_cache(maxsize=None)
+def runtime():
+    """The loaded runtime, its symbols visible to the kernel libraries."""
+    _check_sanitizer()
+    flags = ["-O2", *_FLAGS, *_machine_flags(), *(_SANITIZE if is_sanitized() else [])]
+    sources = [str(FOLDER / name) for name in _RUNTIME]
+    library = _build("runtime", [*flags, *sources], _texts(*_RUNTIME, "scheduler.h", "fibers.h"))
+    loaded = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    loaded.emulate_launch.restype = ctypes.c_int
+    return loaded
+
+
+def kernels(path, defines):
+    """The library of one .cu, and its path.
+
+    path: the source. defines: {name: value} for -D. Needs runtime() to be loaded first.
+    """
+    texts = source.texts(path)
+    # Dynamic arrays share one address after all static ones; the assembler file comes last on the command line.
+    dynamic = sorted({n for t in texts.values() for n in re.findall(r"extern\s+__shared__[^;]*?(\w+)\s*\[\s*\]", t)})
+    places = "".join(f".globl {n}\n.hidden {n}\n.type {n}, @object\n{n}:\n" for n in ["emulate_dynamic_begin", *dynamic])
+    assembler = (
+        '.section .tbss,"awT",@nobits\n.globl emulate_static_end\n.hidden emulate_static_end\n'
+        f".type emulate_static_end, @object\nemulate_static_end:\n.p2align 10\n{places}"
+        '.section .note.GNU-stack,"",@progbits\n'
+    )
+    names = source.kernel_names(texts[path])
+    entry = "".join(
+        f'extern "C" __attribute__((visibility("default"))) void emulate_call_{n}(void** arguments) '
+        f"{{ emulate::call({n}, arguments); }}\n"
+        for n in names
+    )
+    text = f'#include "cuda_language.h"\n#include "{path}"\n#include "call.h"\n{entry}'
+    flags = ["-O1", *_FLAGS, *_machine_flags(), *(_SANITIZE if is_sanitized() else _TRAPS), "-DMINIDFLASH_EMULATE"]
+    flags += [f"-D{key}={value}" for key, value in sorted(defines.items())]
+    flags += [f"-I{FOLDER}", f"-I{source.CUDA_FOLDER}", f"-fmacro-prefix-map={path.parent}/="]
+    flags += [f"-fmacro-prefix-map={source.CUDA_FOLDER}/=", "-x", "c++", str(FOLDER / "entry.cpp"), "kernels.cpp"]
+    flags += ["-x", "assembler", "places.s"]
+    headers = _texts("cuda_language.h", "fibers.h", "call.h", "entry.cpp", "emulated_common.h", "emulated_sm90.h",
+                     "emulated_sm100.h")  # fmt: skip
+    library = _build(
+        path.stem, flags, [*headers, *texts.values()], {"kernels.cpp": text, "places.s": assembler}
+    )
+    return ctypes.CDLL(str(library)), library
+
+
+def where(message, library):
+    """The message with code addresses, [0x...], replaced by file:line where addr2line knows them."""
+    tool = shutil.which("addr2line")
+
+    def place(match):
+        address = int(match[1], 16)
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            span, _, offset, *rest = line.split(None, 4)[:5] + [line]
+            low, high = (int(part, 16) for part in span.split("-"))
+            if low <= address < high and str(library) in line and tool:
+                at = hex(address - low + int(offset, 16))
+                found = subprocess.run([tool, "-s", "-e", str(library), at], capture_output=True, text=True)
+                return f"at {found.stdout.strip()}"
+        return f"at {match[1]}"
+
+    return re.sub(r"\[(0x[0-9a-f]+)\]", place, message)

@@ -1,0 +1,109 @@
+/* Inside the runtime: fibers, warps, blocks, clusters and the launch they belong to. */
+#pragma once
+#include <vector>
+
+#include "fibers.h"
+
+namespace emulate {
+
+constexpr size_t STACK_BYTES = 128 << 10;  // address space; a page or two of it is ever touched
+
+struct Copy {
+    char* to;
+    const char* from;
+    unsigned bytes, valid, group;
+    uint64_t* barrier;  // bulk copies only
+};
+
+struct Fiber : Thread {
+    void* stack_pointer;
+    char* stack;
+    const char* waits_for;  // null while it runs or is ready
+    Site site;
+    unsigned cluster_phase;
+    unsigned open_group;  // cp.async group that the next commit closes
+    std::vector<Copy> copies;
+};
+
+struct Warp {
+    Block* block;
+    Fiber* lanes;
+    unsigned alive, ready, spinning;
+    unsigned arrived;  // lanes that wait in warp_meet, each with what follows
+    const char* what[32];
+    unsigned masks[32];
+    void* operands[32];
+    Complete completes[32];
+    unsigned at_barrier[16];
+};
+
+struct Barrier {
+    unsigned arrived, count;
+    const char* what;
+    Site site;
+};
+
+struct Cluster {
+    std::vector<Block*> blocks;
+    unsigned alive_threads, alive_blocks, arrived, phase;
+};
+
+struct Block {
+    Cluster* cluster;
+    unsigned rank, alive;
+    char* shared;
+    std::vector<Fiber> fibers;
+    std::vector<Warp> warps;
+    Barrier barriers[16];
+    std::vector<Copy> bulk;
+};
+
+struct Span {
+    char* begin;
+    uint64_t bytes;
+};
+
+/* What Python fills in (kernels/emulate/__init__.py mirrors it with ctypes). */
+struct Request {
+    void (*entry)(void**);
+    void** arguments;
+    const char* name;
+    unsigned grid[3], block[3], cluster[3];
+    uint64_t shared_bytes;
+    uint64_t resident;  // blocks the device holds at once
+    int64_t seed;       // below 0: ascending order everywhere
+    const Span* poisoned;
+    uint64_t poisoned_count;
+    int has_waited;  // out: griddep_wait was called
+    char error[2048];
+};
+
+struct Launch {
+    Request* request;
+    std::vector<Cluster*> resident;
+    std::vector<Fiber*> griddep_waiters;
+    std::vector<std::vector<char>> saved;  // contents of the poisoned spans until griddep_wait
+    bool has_failed;
+    uint64_t progress, random;
+};
+
+extern Launch launch;
+
+inline Fiber* self() { return static_cast<Fiber*>(emulate_self); }
+inline void wake(Fiber* fiber) { fiber->warp->ready |= 1u << fiber->lane; }
+
+unsigned random_below(unsigned bound);
+void wait_for(const char* what, Site site);  // gives the processor away until wake()
+void run_fiber(Fiber* fiber);                // to its next wait
+void start_fiber(Fiber* fiber);              // gives it a stack that begins in the kernel
+void release_stack(char* stack);
+void fiber_ends(Fiber* fiber);
+void settle_barrier(Block* block, int id);
+void settle_cluster(Cluster* cluster);
+void poison_outputs();
+void restore_outputs();
+void describe_waiters(char* text, size_t bytes);
+void catch_faults();
+void release_faults();
+
+}  // namespace emulate
