@@ -128,6 +128,8 @@ def read_gguf(path):
         shape = tuple(cursor.unpack("<Q") for _ in range(cursor.unpack("<I")))[::-1]
         infos.append((name, shape, cursor.unpack("<I"), cursor.unpack("<Q")))
     align = metadata.get("general.alignment", 32)
+    if not isinstance(align, int) or align < 1:
+        raise UserError(f"{path}: general.alignment is {align!r}, need a whole number")
     data = -(-cursor.at // align) * align
     tensors = {}
     for name, shape, number, offset in infos:

@@ -29,7 +29,7 @@ def resolve(spec, role, revision=None, offline=False, progress=None):
 
         return default_target(offline, progress)
     path = Path(text).expanduser()
-    if path.is_dir():
+    if text and path.is_dir():
         return path
     if path.suffix == ".gguf" or path.is_file():
         what = "GGUF files are not read" if path.suffix == ".gguf" else "this is a file"
@@ -64,6 +64,8 @@ def _fetch(repo, role, revision, offline, progress):
             wanted = set(map(str, (read_json(folder / INDEX).get("weight_map") or {}).values()))
         if any(not (folder / name).is_file() for name in wanted):
             folder = snapshot(["*.json", "*.jinja", *sorted(wanted)])
+    except UserError:
+        raise
     except errors.GatedRepoError:
         raise UserError(
             f"{where} is gated", hint="accept its terms on its page, then: hf auth login"
