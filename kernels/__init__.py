@@ -23,6 +23,8 @@ def open_ops(name="auto", activations=None, **options):
         try:
             from .cpu import NumbaBackend
         except ImportError as error:
-            raise UserError(f"the numba backend cannot start: {error}", "pip install numba", code=3) from error
+            raise UserError(
+                f"the numba backend cannot start: {error}", "pip install numba", code=3
+            ) from error
         return Ops(NumbaBackend(activations or "f32", **options))
     raise UserError(f"backend {name!r} not known", "use auto, oracle or numba")

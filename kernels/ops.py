@@ -88,7 +88,9 @@ def check(row, args, activations):
         else:
             want = storage(activations) if spec.type == "A" else DTYPES[spec.type]
             if getattr(value, "dtype", None) != want:
-                raise TypeError(f"{where} must be {np.dtype(want)}, not {getattr(value, 'dtype', type(value))}")
+                raise TypeError(
+                    f"{where} must be {np.dtype(want)}, not {getattr(value, 'dtype', type(value))}"
+                )
             if len(value.shape) != len(spec.dims):
                 raise ValueError(f"{where} must have {len(spec.dims)} dims, not shape {value.shape}")
             if not value.flags.c_contiguous:

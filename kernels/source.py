@@ -99,7 +99,9 @@ def _parameter(declaration, kernel, defines):
     kind = " ".join(word for word in kind.split() if word != "const")
     scalar = _SCALARS.get(str(defines.get(kind, kind)))
     if scalar is None:
-        raise UserError(f"kernel {kernel}: parameter {name} has type {kind!r}, not a pointer or a known scalar")
+        raise UserError(
+            f"kernel {kernel}: parameter {name} has type {kind!r}, not a pointer or a known scalar"
+        )
     return Parameter(name, scalar, True)
 
 
@@ -129,7 +131,9 @@ def pack(kernel, wanted, given, address):
             raise TypeError(f"{kernel}: {parameter.name} is a scalar, got {type(value).__name__}")
         result = parameter.scalar(plain)
         if integer and result.value != int(plain):  # ctypes wraps silently
-            raise OverflowError(f"{kernel}: {parameter.name} = {plain} does not fit {parameter.scalar.__name__}")
+            raise OverflowError(
+                f"{kernel}: {parameter.name} = {plain} does not fit {parameter.scalar.__name__}"
+            )
         packed.append(result)
     return packed
 

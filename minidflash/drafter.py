@@ -24,14 +24,17 @@ def inject_fresh(ops, model, s, count):
     inject(ops, model, s, s.taps[:count], slot, pos)
 
 
-def draft(ops, model, target, s, drafted_rows):
+def draft(ops, engine, s, drafted_rows):
     """One pass over [anchor, mask ...] of every slot; s.drafts gets the ids of the slots in drafted_rows.
 
     Block keys and values land in the caches behind the context, where the next injection overwrites them.
     drafted_rows: i32 row numbers n * B + i, i in 1..v-1; the others need no head.
     """
+    model, target = engine.drafter, engine.target
     config, rows = model.config, s.draft_rows
-    ops.stage(s.anchor, s.start, s.done, s.masks, rows.ids, rows.slot, rows.pos, rows.begin, rows.end, rows.tap_row)
+    ops.stage(
+        s.anchor, s.start, s.done, s.masks, rows.ids, rows.slot, rows.pos, rows.begin, rows.end, rows.tap_row
+    )
     ops.embed(rows.ids, target.weights["embed"], 1.0, rows.x)
     for i, layer in enumerate(model.layers):
         run_layer(
@@ -41,5 +44,12 @@ def draft(ops, model, target, s, drafted_rows):
     w = model.weights
     vocab = min(config.vocab or target.config.vocab, target.config.vocab)
     ops.head(
-        rows.x, drafted_rows, w["norm"], config.eps, target.weights["head"], vocab, s.drafts.reshape(-1), s.work
+        rows.x,
+        drafted_rows,
+        w["norm"],
+        config.eps,
+        target.weights["head"],
+        vocab,
+        s.drafts.reshape(-1),
+        s.work,
     )

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from .config import check_pair, read_drafter, read_target
+from .drafter import draft
 from .errors import UserError
 
 
@@ -26,7 +27,7 @@ class Engine:
     """A loaded target, perhaps with a drafter. One run at a time (`is_busy`); load two for two threads.
 
     ctx: positions a run may use. block: B that drafts are made at, 1 without a drafter. state and programs are
-    made by the first run. Source: engine.md 6.
+    made by the first run. propose: the calls that fill state.drafts; a test may put a replay there. Source: engine.md 6.
     """
 
     ops: Any
@@ -40,6 +41,7 @@ class Engine:
     chunk: int
     load_s: float
     jit_s: float = 0.0
+    propose: Any = draft
     state: Any = None
     state_shape: Any = None
     programs: dict = field(default_factory=dict)
@@ -69,7 +71,9 @@ def load(
     if isinstance(prefill_chunk, bool) or not isinstance(prefill_chunk, int) or prefill_chunk < 1:
         raise UserError(f"prefill chunk is {prefill_chunk!r}, need a whole number from 1 up")
     if device:
-        raise UserError(f"device {device}: only GPUs are counted, and {backend} is the CPU", "leave out --device")
+        raise UserError(
+            f"device {device}: only GPUs are counted, and {backend} is the CPU", "leave out --device"
+        )
     files = open_checkpoint(target, "target", revision, offline, progress)
     config = read_target(files.config, files.generation)
     bound = names.bind_target(config, files.tensors)
@@ -106,7 +110,9 @@ def context_length(target, drafter, asked):
     if asked is None:
         return min(limits)
     if asked < 1 or asked > min(limits):
-        raise UserError(f"context of {asked} positions: these models allow 1 to {min(limits)}", "change --ctx")
+        raise UserError(
+            f"context of {asked} positions: these models allow 1 to {min(limits)}", "change --ctx"
+        )
     return asked
 
 

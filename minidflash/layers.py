@@ -1,7 +1,9 @@
 """One transformer layer, as the calls of the table. The target and the drafter are stacks of it."""
 
 
-def run_layer(ops, config, w, tables, rows, cache_k, cache_v, begin, window, causal, work, taps=None, tap_at=0):
+def run_layer(
+    ops, config, w, tables, rows, cache_k, cache_v, begin, window, causal, work, taps=None, tap_at=0
+):
     """x += attention(norm(x)); x += mlp(norm(x)), in place on rows.x; k and v go to the caches of this layer.
 
     w: the layer's weights by name (weights/names.py). tables: cos, sin (P, J). cache_k, cache_v: (N, G, S, K).
@@ -16,7 +18,9 @@ def run_layer(ops, config, w, tables, rows, cache_k, cache_v, begin, window, cau
         w.get("k_norm"), cos, sin, rows.slot, rows.pos, cache_k, cache_v, work, rows.q,
     )  # fmt: skip
     scale = config.head_size**-0.5
-    ops.attend(rows.q, cache_k, cache_v, rows.slot, rows.pos, begin, rows.end, window, causal, scale, work, rows.o)
+    ops.attend(
+        rows.q, cache_k, cache_v, rows.slot, rows.pos, begin, rows.end, window, causal, scale, work, rows.o
+    )
     ops.linear_add(flat, w["o"], w.get("o_bias"), None, 0, rows.x, None, work)
     ops.gate_up(rows.x, w["mlp_norm"], config.eps, w["gate_up"], work, rows.h)
     tap_row = rows.tap_row if taps is not None else None

@@ -79,7 +79,9 @@ def _rounds(engine, request, timing):
             if os.environ.get("MINIDFLASH_CHECK") == "1":
                 check(engine, s, request, record, drafts)
             tokens = record[3 : 3 + emitted].tolist()
-            yield from texts.push(Round(tokens, None, drafts, accepted, width, seconds, reason), reason is not None)
+            yield from texts.push(
+                Round(tokens, None, drafts, accepted, width, seconds, reason), reason is not None
+            )
         yield from texts.finish()
     finally:
         release(engine)
@@ -92,7 +94,7 @@ def one_round(engine, s, drafts, width, fresh):
         draft.inject_fresh(ops, engine.drafter, s, s.slots * fresh)
     if width > 1:
         picked = [n * s.block + i for n in range(s.slots) for i in range(1, width)]
-        draft.draft(ops, engine.drafter, engine.target, s, device_ids(ops, picked))
+        engine.propose(ops, engine, s, device_ids(ops, picked))
     verifier.verify(ops, engine.target, s, width, taps, device_ids(ops, range(s.slots * width)))
     ops.accept(
         s.drafts, s.choice[: s.slots * width], s.stop, s.start, s.anchor, s.fresh, s.left, s.done, s.record

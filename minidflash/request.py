@@ -76,7 +76,9 @@ def prompt_ids(engine, prompt, options):
     vocab = engine.target.config.vocab
     if isinstance(prompt, (list, tuple)) and not any(isinstance(item, dict) for item in prompt):
         ids = list(prompt)
-        bad = [i for i in ids if isinstance(i, bool) or not hasattr(i, "__index__") or not 0 <= int(i) < vocab]
+        bad = [
+            i for i in ids if isinstance(i, bool) or not hasattr(i, "__index__") or not 0 <= int(i) < vocab
+        ]
         if bad:
             raise UserError(f"token {bad[0]!r} is outside 0 to {vocab - 1}")
         ids = [int(i) for i in ids]
@@ -113,7 +115,9 @@ def render(engine, prompt, options):
 def reserve(engine, request):
     """The engine's State for this request, made anew only when its shape changes. Errors: UserError when busy."""
     if engine.is_busy:
-        raise UserError("this engine is generating already", "finish or close that stream, or load a second engine")
+        raise UserError(
+            "this engine is generating already", "finish or close that stream, or load a second engine"
+        )
     engine.is_busy = True
     try:
         stop_ids = frozenset() if request.ignore_eos else engine.stop_ids
@@ -122,7 +126,14 @@ def reserve(engine, request):
             engine.state, engine.programs = None, {}
             drafter = engine.drafter.config if request.drafts else None
             engine.state = make_state(
-                engine.ops, engine.target.config, drafter, stop_ids, 1, engine.ctx, request.block, engine.chunk
+                engine.ops,
+                engine.target.config,
+                drafter,
+                stop_ids,
+                1,
+                engine.ctx,
+                request.block,
+                engine.chunk,
             )
             engine.state_shape = shape
             engine.schedule = Schedule(request.block)

@@ -104,7 +104,11 @@ def make_state(ops, target, drafter, stop_ids, slots, ctx, block, chunk):
         drafter_k, drafter_v = ops.array(own, "A"), ops.array(own, "A")
         stacked = 2 * drafter.layers * drafter.kv_heads * drafter.head_size
         needs += _work_needs(drafter, wide, wide)[:-1]
-        needs += [(count, columns, drafter.width), (count, drafter.width, stacked), (wide, drafter.width, target.vocab)]
+        needs += [
+            (count, columns, drafter.width),
+            (count, drafter.width, stacked),
+            (wide, drafter.width, target.vocab),
+        ]
     work = ops.array((max(ops.backend.work_size(*need) for need in needs),), "f32")
     memory = {
         "target_cache": 2 * cache_k.nbytes,

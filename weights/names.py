@@ -10,7 +10,7 @@ import numpy as np
 
 from minidflash.errors import UserError
 
-WEIGHT_DTYPES = ("BF16", "F32")
+WEIGHT_DTYPES = ("BF16", "F32", "F16")  # F16 widens to f32, exactly
 # Buffers that old exports carry and that follow from the config.
 SKIPPED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"

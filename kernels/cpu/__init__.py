@@ -80,6 +80,3 @@ def _as(array, dtype):
     if array.dtype == dtype:
         return array
     return (array.astype(np.uint32) << 16).view(np.float32)
-
-
-

@@ -42,8 +42,8 @@ def _attend_head(t, h, q, cache_k, cache_v, s, p, begin, end, window, causal, sc
     last = p + 1 if causal else (min(end, p + window) if window else end)
     q_at, p_at, sum_at, new_at = (t * heads + h) * size, at, at + CHUNK, at + CHUNK + size
     top, total = F(-3.4e38), F(0.0)
-    for i in range(size):
-        work[sum_at + i] = F(0.0)
+    sums, new = work[sum_at : sum_at + size], work[new_at : new_at + size]
+    sums[:] = F(0.0)
     key = first
     while key < last:
         count = min(last, (key // CHUNK + 1) * CHUNK) - key
@@ -51,18 +51,20 @@ def _attend_head(t, h, q, cache_k, cache_v, s, p, begin, end, window, causal, sc
             work[p_at + k] = F(scale) * row_dot(q, q_at, cache_k, base + (key + k) * size, size)
         best = row_max(work, p_at, count)
         best = top if top > best else best
+        p_row = work[p_at : p_at + count]
         for k in range(count):
-            work[p_at + k] = exp(work[p_at + k] - best)
+            p_row[k] = exp(p_row[k] - best)
         keep = exp(top - best)
         total = total * keep + row_dot(work, p_at, ones, 0, count)
         _weighted_values(cache_v, base + key * size, size, count, work, p_at, new_at)
         for i in range(size):
-            work[sum_at + i] = work[sum_at + i] * keep + work[new_at + i]
+            sums[i] = sums[i] * keep + new[i]
         top = best
         key += count
     inverse = F(1.0) / total if last > first else F(0.0)
+    out = o[t, h]
     for i in range(size):
-        o[t, h, i] = rounded(work[sum_at + i] * inverse, o)
+        out[i] = rounded(sums[i] * inverse, o)
 
 
 @jit(parallel=True)
@@ -82,4 +84,19 @@ def _run(q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, work
 
 
 def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, work, o):
-    _run(q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, work, o, backend.ones, backend.threads)
+    _run(
+        q,
+        cache_k,
+        cache_v,
+        slot,
+        pos,
+        begin,
+        end,
+        window,
+        causal,
+        scale,
+        work,
+        o,
+        backend.ones,
+        backend.threads,
+    )

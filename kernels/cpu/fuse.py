@@ -16,8 +16,9 @@ def _run(taps, w, norm, eps, work, f, none_f, none_i, threads):
     for t in range(f.shape[0]):
         at = y_at + t * ld
         r = F(1.0) / np.sqrt(row_dot(work, at, work, at, width) / F(width) + F(eps))
+        y, row = work[at : at + width], f[t]
         for d in range(width):
-            f[t, d] = rounded(norm[d] * (work[at + d] * r), f)
+            row[d] = rounded(norm[d] * (y[d] * r), f)
 
 
 def fuse(backend, taps, w, norm, eps, work, f):

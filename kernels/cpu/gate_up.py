@@ -11,8 +11,9 @@ from .tiles import lay_tokens, matmul
 def _swiglu_row(t, h, work, y_at, ld):
     ffn = h.shape[1]
     at = y_at + t * ld
+    gate, up, row = work[at : at + ffn], work[at + ffn : at + 2 * ffn], h[t]
     for f in range(ffn):
-        h[t, f] = rounded(silu(work[at + f]) * work[at + ffn + f], h)
+        row[f] = rounded(silu(gate[f]) * up[f], h)
 
 
 @jit(parallel=True)

@@ -16,7 +16,11 @@ def _cache_folder():
     key = hashlib.sha256(text + numba.__version__.encode() + np.__version__.encode()).hexdigest()[:16]
     root = os.environ.get("MINIDFLASH_CACHE")
     try:
-        root = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minidflash"
+        root = (
+            Path(root)
+            if root
+            else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minidflash"
+        )
         folder = root / "numba" / key
         folder.mkdir(parents=True, exist_ok=True)
         return folder if os.access(folder, os.W_OK) else None
@@ -35,6 +39,8 @@ def jit(function=None, *, parallel=False):
     if CACHE_FOLDER:
         numba.config.CACHE_DIR = str(CACHE_FOLDER)  # read while decorating; other code's setting is put back
     try:
-        return numba.njit(parallel=parallel, cache=CACHE_FOLDER is not None, nogil=True, error_model="numpy")(function)
+        return numba.njit(parallel=parallel, cache=CACHE_FOLDER is not None, nogil=True, error_model="numpy")(
+            function
+        )
     finally:
         numba.config.CACHE_DIR = kept

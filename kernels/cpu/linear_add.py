@@ -9,14 +9,15 @@ from .tiles import lay_tokens, matmul
 
 @jit
 def _add_row(t, bias, tap_row, tap_at, x, taps, work, y_at, ld):
-    for d in range(x.shape[1]):
-        y = work[y_at + t * ld + d]
-        if len(bias):
-            y += bias[d]
-        x[t, d] = rounded(load(x[t, d]) + y, x)
+    width = x.shape[1]
+    y, row = work[y_at + t * ld : y_at + t * ld + width], x[t]
+    if len(bias):
+        for d in range(width):
+            y[d] += bias[d]
+    for d in range(width):
+        row[d] = rounded(load(row[d]) + y[d], x)
     if len(tap_row) and tap_row[t] >= 0:
-        for d in range(x.shape[1]):
-            taps[tap_row[t], tap_at + d] = x[t, d]
+        taps[tap_row[t], tap_at : tap_at + width] = row
 
 
 @jit(parallel=True)

@@ -2,14 +2,15 @@
 
 import numba
 
-from .heads import finish_head, keep_kv
+from .heads import finish_head, keep_kv, keep_row
 from .jit import jit
-from .scalar import rounded
 from .tiles import lay_tokens, matmul
 
 
 @jit
-def _row(t, q_bias, kv_bias, q_norm, k_norm, eps, cos, sin, slot, pos, cache_k, cache_v, q, work, y_at, ld, kv_at):
+def _row(
+    t, q_bias, kv_bias, q_norm, k_norm, eps, cos, sin, slot, pos, cache_k, cache_v, q, work, y_at, ld, kv_at
+):
     p, heads, size = pos[t], q.shape[1], q.shape[2]
     if p < 0:
         for h in range(heads):
@@ -19,10 +20,24 @@ def _row(t, q_bias, kv_bias, q_norm, k_norm, eps, cos, sin, slot, pos, cache_k, 
     at = y_at + t * ld
     for h in range(heads):
         finish_head(work, at + h * size, size, q_bias, h * size, q_norm, 0, eps, cos, sin, p)
-        for i in range(size):
-            q[t, h, i] = rounded(work[at + h * size + i], q)
+        keep_row(work[at + h * size : at + (h + 1) * size], q[t, h])
     caches = cache_k[slot[t]], cache_v[slot[t]]
-    keep_kv(work, at + kv_at, cache_k.shape[1], size, kv_bias, 0, k_norm, 0, eps, cos, sin, p, caches[0], caches[1])
+    keep_kv(
+        work,
+        at + kv_at,
+        cache_k.shape[1],
+        size,
+        kv_bias,
+        0,
+        k_norm,
+        0,
+        eps,
+        cos,
+        sin,
+        p,
+        caches[0],
+        caches[1],
+    )
 
 
 @jit(parallel=True)
@@ -34,7 +49,25 @@ def _run(x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot,
     matmul(wq, rows, work, y_at, ld, threads)
     matmul(wkv, rows, work, y_at + kv_at, ld, threads)
     if x.shape[0] == 1:
-        _row(0, q_bias, kv_bias, q_norm, k_norm, eps, cos, sin, slot, pos, cache_k, cache_v, q, work, y_at, ld, kv_at)
+        _row(
+            0,
+            q_bias,
+            kv_bias,
+            q_norm,
+            k_norm,
+            eps,
+            cos,
+            sin,
+            slot,
+            pos,
+            cache_k,
+            cache_v,
+            q,
+            work,
+            y_at,
+            ld,
+            kv_at,
+        )
     else:
         for t in numba.prange(x.shape[0]):
             _row(t, q_bias, kv_bias, q_norm, k_norm, eps, cos, sin, slot, pos, cache_k, cache_v, q, work, y_at, ld,

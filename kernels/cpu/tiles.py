@@ -52,14 +52,15 @@ def _lay_row(x, source, norm, eps, work, t, m):
     """Row `source` of x, times norm / rms when there is a norm, to its place in the token blocks."""
     cols = x.shape[1]
     at = (t // m) * cols * m + t % m
+    row, out = x[source], work[at : at + (cols - 1) * m + 1 : m]
     if len(norm) == 0:
         for k in range(cols):
-            work[at + k * m] = load(x[source, k])
+            out[k] = load(row[k])
         return
     squares = row_dot(x, source * cols, x, source * cols, cols)
     r = F(1.0) / np.sqrt(squares / F(cols) + F(eps))
     for k in range(cols):
-        work[at + k * m] = norm[k] * (load(x[source, k]) * r)
+        out[k] = norm[k] * (load(row[k]) * r)
 
 
 @jit(parallel=True)

@@ -14,6 +14,9 @@ F32, I16, I32, I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(
 VF, VI, VH = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES), ir.VectorType(I16, LANES)
 ZERO = ir.Constant(VF, [0.0] * LANES)
 NO_VECTOR = ir.Constant(VF, ir.Undefined)
+# Bytes of weights to ask for ahead. Measured on 2 cores, 16 rows, 57 MB of bf16: 263 GFLOP/s without, 305 at 512,
+# 355 at 1024, 419 at 2048, 470 at 4096, 473 at 8192; one row is not slower.
+PREFETCH = 4096
 
 
 def _number(n):
@@ -40,6 +43,16 @@ def _load(builder, kind, pointer, vector):
         return value
     shift = ir.Constant(wide, [16] * LANES) if vector else ir.Constant(I32, 16)
     return builder.bitcast(builder.shl(builder.zext(value, wide), shift), out)
+
+
+def _prefetch(builder, kind, pointer):
+    """Ask for what the loop reads PREFETCH bytes later: at 16 rows it is too slow for the hardware to run ahead."""
+    byte = ir.IntType(8).as_pointer()
+    ask = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32]), "llvm.prefetch.p0"
+    )
+    ahead = builder.gep(pointer, [_number(PREFETCH // (2 if kind.dtype == types.uint16 else 4))])
+    builder.call(ask, [builder.bitcast(ahead, byte), *(ir.Constant(I32, v) for v in (0, 3, 1))])
 
 
 def _broadcast(builder, scalar):
@@ -107,10 +120,11 @@ def make_tile_dot(tokens, tiles):
 
             def body(k, sums):
                 row = builder.gep(w, [builder.mul(k, step)])
-                weights = [
-                    _load(builder, w_kind, builder.gep(row, [builder.mul(tile_stride, _number(i))]), True)
-                    for i in range(tiles)
-                ]
+                weights = []
+                for i in range(tiles):
+                    address = builder.gep(row, [builder.mul(tile_stride, _number(i))])
+                    _prefetch(builder, w_kind, address)
+                    weights.append(_load(builder, w_kind, address, True))
                 new = []
                 for m in range(tokens):
                     at = builder.add(builder.mul(k, _number(tokens)), _number(m))
@@ -142,10 +156,16 @@ def row_dot(typingctx, a, a_at, b, b_at, count):
         a, b = _pointer(context, builder, a_kind, a, a_at), _pointer(context, builder, b_kind, b, b_at)
 
         def both(k, vector):
-            return [_load(builder, kind, builder.gep(p, [k]), vector) for kind, p in ((a_kind, a), (b_kind, b))]
+            return [
+                _load(builder, kind, builder.gep(p, [k]), vector) for kind, p in ((a_kind, a), (b_kind, b))
+            ]
 
         done, (lanes,) = _loop(
-            builder, count, LANES, [ZERO], lambda k, s: [builder.call(_fma(builder, True), [*both(k, True), s[0]])]
+            builder,
+            count,
+            LANES,
+            [ZERO],
+            lambda k, s: [builder.call(_fma(builder, True), [*both(k, True), s[0]])],
         )
         total = _fold(builder, lanes, builder.fadd)
         tail = builder.sub(count, done)
@@ -175,7 +195,11 @@ def row_max(typingctx, a, a_at, count):
 
         low = ir.Constant(VF, [-3.4e38] * LANES)
         done, (lanes,) = _loop(
-            builder, count, LANES, [low], lambda k, s: [larger(_load(builder, kind, builder.gep(a, [k]), True), s[0])]
+            builder,
+            count,
+            LANES,
+            [low],
+            lambda k, s: [larger(_load(builder, kind, builder.gep(a, [k]), True), s[0])],
         )
         best = _fold(builder, lanes, larger)
         _, (best,) = _loop(
@@ -193,10 +217,14 @@ def row_max(typingctx, a, a_at, count):
 @intrinsic
 def f32_from_bits(typingctx, bits):
     """float32 with these 32 bits."""
-    return types.float32(types.uint32), lambda context, builder, signature, args: builder.bitcast(args[0], F32)
+    return types.float32(types.uint32), lambda context, builder, signature, args: builder.bitcast(
+        args[0], F32
+    )
 
 
 @intrinsic
 def bits_from_f32(typingctx, value):
     """The 32 bits of a float32."""
-    return types.uint32(types.float32), lambda context, builder, signature, args: builder.bitcast(args[0], I32)
+    return types.uint32(types.float32), lambda context, builder, signature, args: builder.bitcast(
+        args[0], I32
+    )

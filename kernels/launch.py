@@ -1,0 +1,353 @@
+""".cu -> cubin (NVRTC, by card, cached on disk) -> launch. Nothing of CUDA is imported before it is asked for.
+
+Compiling needs NVRTC alone, so every kernel can be compiled for every card without a GPU; CudaDevice needs the
+driver. CudaDevice and emulate.EmulatedDevice have one interface: a backend is written once over either.
+"""
+
+import ctypes
+import importlib.util
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from ..errors import UserError
+from . import diskcache, source
+
+ARCHES = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
+
+_OPTIONS = ["-std=c++17", "-lineinfo", "--ptxas-options=-v"]  # -v: the log then holds registers and spills
+_ON_CPU = "use --backend numba"
+
+
+def choose_arch(major, minor):
+    """The NVRTC target of a compute capability. Errors: UserError, code 3, for cards without a variant here."""
+    arch = ARCHES.get((major, minor))
+    if arch is None:
+        known = ", ".join(f"{a}.{b}" for a, b in ARCHES)
+        raise UserError(
+            f"this GPU has compute capability {major}.{minor}; the CUDA kernels are written for {known}",
+            hint=_ON_CPU,
+            code=3,
+        )
+    return arch
+
+
+def _missing(what, package):
+    return UserError(f"{what}", hint=f"pip install '{package}', or {_ON_CPU}", code=3)
+
+
+@lru_cache(maxsize=None)
+def _nvrtc():
+    """(the bindings, version) of a usable NVRTC."""
+    try:
+        from cuda.bindings import nvrtc
+    except ImportError as error:
+        raise _missing("the Python bindings of CUDA are not installed", "cuda-bindings>=13,<14") from error
+    try:
+        result, major, minor = nvrtc.nvrtcVersion()
+    except (RuntimeError, OSError) as error:  # the library is searched for at the first call
+        raise _missing("CUDA's compiler NVRTC is not installed", "nvidia-cuda-nvrtc==13.0.*") from error
+    if result != 0 or (major, minor) < (13, 0):
+        raise _missing(f"NVRTC {major}.{minor} is too old, 13.0 is needed", "nvidia-cuda-nvrtc==13.0.*")
+    return nvrtc, (major, minor)
+
+
+@lru_cache(maxsize=None)
+def _driver():
+    """The driver's bindings, initialised."""
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise _missing("the Python bindings of CUDA are not installed", "cuda-bindings>=13,<14") from error
+    try:
+        (result,) = driver.cuInit(0)
+    except (RuntimeError, OSError) as error:
+        raise UserError("no NVIDIA driver (libcuda.so.1) on this machine", hint=_ON_CPU, code=3) from error
+    if result != 0:
+        raise UserError(f"the NVIDIA driver finds no usable GPU ({result.name})", hint=_ON_CPU, code=3)
+    (_, version) = driver.cuDriverGetVersion()
+    _, (major, minor) = _nvrtc()
+    if (major, minor) > (version // 1000, version % 1000 // 10):
+        have = f"{version // 1000}.{version % 1000 // 10}"
+        raise _missing(
+            f"NVRTC {major}.{minor} is newer than the driver's CUDA {have}", f"nvidia-cuda-nvrtc=={have}.*"
+        )
+    return driver
+
+
+def _header_folder(version):
+    """CUDA's headers from the runtime wheel, of NVRTC's version: other headers give type errors inside them."""
+    package = f"nvidia-cuda-runtime=={version[0]}.{version[1]}.*"
+    spec = importlib.util.find_spec("nvidia")
+    for root in (spec and spec.submodule_search_locations) or ():
+        header = Path(root) / f"cu{version[0]}" / "include" / "cuda_runtime_api.h"
+        if header.is_file():
+            found = int(re.search(r"#define CUDART_VERSION\s+(\d+)", header.read_text(errors="replace"))[1])
+            if (found // 1000, found % 1000 // 10) != version:
+                have = f"{found // 1000}.{found % 1000 // 10}"
+                raise _missing(f"CUDA headers {have} beside NVRTC {version[0]}.{version[1]}", package)
+            return str(header.parent)
+    raise _missing("CUDA's headers are not installed", package)
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What ptxas says of one kernel: registers a thread; stack and spilled bytes, all 0 in a good kernel."""
+
+    registers: int
+    stack: int
+    spill_stores: int
+    spill_loads: int
+
+
+def resources(log):
+    """{kernel name: Resources} from the log of a compilation."""
+    found = {}
+    pattern = (
+        r"Function properties for (\w+)\s*\n\D*(\d+) bytes stack frame, (\d+) bytes spill stores, "
+        r"(\d+) bytes spill loads\s*\n[^\n]*Used (\d+) registers"
+    )
+    for name, stack, stores, loads, registers in re.findall(pattern, log):
+        found[name] = Resources(int(registers), int(stack), int(stores), int(loads))
+    return found
+
+
+def compile_cubin(file, arch, defines=None):
+    """Compile a .cu for one card, or take it from the cache.
+
+    file: a name in kernels/cuda or a path. arch: "sm_90a", ... defines: {macro: value}, for -D.
+    Returns (cubin bytes, log text). Errors: UserError for what is not installed; RuntimeError with NVRTC's words.
+    """
+    path = source.find(file)
+    texts = source.texts(path)
+    nvrtc, version = _nvrtc()
+    options = [f"-arch={arch}", *_OPTIONS, f"-I{path.parent}", f"-I{source.CUDA_FOLDER}"]
+    options += [f"-D{key}={value}" for key, value in sorted((defines or {}).items())]
+    if any(re.search(r"^\s*#\s*include\s*<", text, re.M) for text in texts.values()):
+        options.append(f"-I{_header_folder(version)}")
+    key = diskcache.digest(version, *options, *texts.values())
+    cache = diskcache.folder("cubin")
+    if cache:
+        stored, log = cache / f"{path.stem}-{key}.cubin", cache / f"{path.stem}-{key}.log"
+        if stored.exists() and log.exists():
+            return stored.read_bytes(), log.read_text(encoding="utf-8")
+    cubin, text = _compile(nvrtc, path, texts[path], options)
+    if cache:
+        diskcache.store(log, text.encode())  # the cubin last: it is what says that both are there
+        diskcache.store(stored, cubin)
+    return cubin, text
+
+
+def _compile(nvrtc, path, text, options):
+    def checked(result, *values):
+        if result != 0:
+            raise RuntimeError(f"NVRTC: {result.name} for {path.name}")
+        return values[0] if values else None
+
+    program = checked(*nvrtc.nvrtcCreateProgram(text.encode(), path.name.encode(), 0, [], []))
+    try:
+        (result,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+        buffer = bytearray(checked(*nvrtc.nvrtcGetProgramLogSize(program)))
+        checked(*nvrtc.nvrtcGetProgramLog(program, buffer))
+        log = buffer.rstrip(b"\0 \n").decode(errors="replace")
+        if result == nvrtc.nvrtcResult.NVRTC_ERROR_BUILTIN_OPERATION_FAILURE:
+            raise _missing("NVRTC does not find its builtins library", "nvidia-cuda-nvrtc==13.0.*")
+        if result != 0:
+            raise RuntimeError(f"NVRTC could not compile {path.name} ({result.name}):\n{log[-4000:]}")
+        cubin = bytearray(checked(*nvrtc.nvrtcGetCUBINSize(program)))
+        checked(*nvrtc.nvrtcGetCUBIN(program, cubin))
+        return bytes(cubin), log
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+class CudaFunction:
+    """One loaded kernel: name, parameters, static shared memory in bytes, registers and local bytes a thread."""
+
+    def __init__(self, name, parameters, handle, shared, registers, local_bytes):
+        self.name = name
+        self.parameters = parameters
+        self.handle = handle
+        self.shared = shared
+        self.registers = registers
+        self.local_bytes = local_bytes
+        self.opted_in = 0  # dynamic shared bytes allowed so far
+
+
+class CudaDevice:
+    """One NVIDIA GPU and a stream on it.
+
+    index: which GPU. The primary context is used, the one CuPy uses too. Errors: UserError, code 3, where a
+    package, the driver or a supported card is missing.
+    """
+
+    def __init__(self, index=0):
+        self._driver = driver = _driver()
+        count = self._do(driver.cuDeviceGetCount())
+        if not 0 <= index < count:
+            raise UserError(
+                f"no GPU {index}: this machine has {count}", hint="--device 0 is the first", code=3
+            )
+        self.index = index
+        device = self._do(driver.cuDeviceGet(index))
+        attribute = driver.CUdevice_attribute
+
+        def ask(name):
+            return self._do(
+                driver.cuDeviceGetAttribute(getattr(attribute, f"CU_DEVICE_ATTRIBUTE_{name}"), device)
+            )
+
+        self.arch = choose_arch(ask("COMPUTE_CAPABILITY_MAJOR"), ask("COMPUTE_CAPABILITY_MINOR"))
+        self.sms = ask("MULTIPROCESSOR_COUNT")
+        self.shared_limit = ask("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
+        self._context = self._do(driver.cuDevicePrimaryCtxRetain(device))
+        self._enter()
+        # Not the default stream: that one cannot be captured.
+        self.stream = int(self._do(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)))
+        self._modules = {}
+        self._functions = {}
+
+    def _do(self, result):
+        """The value of a driver call. result: (code, value...)."""
+        code, *values = result
+        if code == self._driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+            raise UserError("the GPU is out of memory", hint="lower --ctx, or free the GPU", code=3)
+        if code != 0:
+            raise RuntimeError(f"CUDA driver: {code.name}")
+        return values[0] if values else None
+
+    def _enter(self):
+        self._do(self._driver.cuCtxSetCurrent(self._context))  # contexts are current by host thread
+
+    def function(self, file, name, defines=None):
+        """A kernel of a .cu, compiled and loaded if need be; do this before a graph capture.
+
+        file: a name in kernels/cuda or a path. name: the kernel. defines: {macro: value}, for -D.
+        Errors: UserError for a missing file or kernel, RuntimeError for a source that does not compile.
+        """
+        defines = {key: str(value) for key, value in (defines or {}).items()}
+        module_key = (str(file), tuple(sorted(defines.items())))
+        if (module_key, name) in self._functions:
+            return self._functions[module_key, name]
+        driver = self._driver
+        path = source.find(file)
+        parameters = source.parameters(path.read_text(encoding="utf-8"), name, defines)
+        self._enter()
+        if module_key not in self._modules:
+            cubin, _ = compile_cubin(path, self.arch, defines)
+            image = ctypes.create_string_buffer(cubin, len(cubin))
+            self._modules[module_key] = self._do(driver.cuModuleLoadData(ctypes.addressof(image)))
+        handle = self._do(driver.cuModuleGetFunction(self._modules[module_key], name.encode()))
+        attribute = driver.CUfunction_attribute
+
+        def ask(what):
+            return self._do(
+                driver.cuFuncGetAttribute(getattr(attribute, f"CU_FUNC_ATTRIBUTE_{what}"), handle)
+            )
+
+        function = CudaFunction(
+            name, parameters, handle, ask("SHARED_SIZE_BYTES"), ask("NUM_REGS"), ask("LOCAL_SIZE_BYTES")
+        )
+        self._functions[module_key, name] = function
+        return function
+
+    def launch(
+        self, function, grid, block, shared, args, cluster=1, cooperative=False, dependent=False, stream=None
+    ):
+        """Start a kernel; returns at once.
+
+        grid, block, cluster: ints or tuples; the grid counts blocks, not clusters. shared: dynamic bytes a block.
+        args: CuPy arrays or device addresses for pointers, numbers for scalars. dependent: may start while the
+        launch before it in the stream still runs; the kernel then calls griddep_wait. stream: another stream than
+        the device's own, as an int, a CuPy stream or anything with __cuda_stream__.
+        Errors: UserError for limits of the card, TypeError for arguments, RuntimeError with the driver's code.
+        """
+        driver = self._driver
+        grid, block, cluster = (
+            source.extent(value, what)
+            for value, what in ((grid, "grid"), (block, "block"), (cluster, "cluster"))
+        )
+        if cluster[0] * cluster[1] * cluster[2] > 8 or any(g % c for g, c in zip(grid, cluster, strict=True)):
+            raise UserError(
+                f"kernel {function.name}: cluster {cluster} is over 8 or does not divide grid {grid}"
+            )
+        packed = source.pack(function.name, function.parameters, args, _address)
+        self._enter()
+        if (
+            shared > function.opted_in
+        ):  # always opted in: the default of 48 KB counts static shared memory too
+            source.check_shared(function.name, function.shared, shared, self.shared_limit)
+            name = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            self._do(driver.cuFuncSetAttribute(function.handle, name, shared))
+            function.opted_in = shared
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = block
+        config.sharedMemBytes = shared
+        config.hStream = driver.CUstream(self.stream if stream is None else _stream_address(stream))
+        attributes = self._attributes(cluster, cooperative, dependent)
+        config.attrs = attributes
+        config.numAttrs = len(attributes)
+        pointers = (ctypes.c_void_p * max(len(packed), 1))(*(ctypes.addressof(value) for value in packed))
+        (code,) = driver.cuLaunchKernelEx(config, function.handle, ctypes.addressof(pointers), 0)
+        if code != 0:
+            raise RuntimeError(
+                f"launch of {function.name}, grid {grid}, block {block}, shared {shared}: {code.name}"
+            )
+
+    def _attributes(self, cluster, cooperative, dependent):
+        """Launch attributes; none for the plain case."""
+        driver = self._driver
+        kinds = driver.CUlaunchAttributeID
+        attributes = []
+        if cluster != (1, 1, 1):
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            size = attribute.value.clusterDim
+            size.x, size.y, size.z = cluster
+            attributes.append(attribute)
+        if cooperative:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+            attribute.value.cooperative = 1
+            attributes.append(attribute)
+        if dependent:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            attributes.append(attribute)
+        return attributes
+
+    def synchronize(self):
+        """Until the device's stream is empty. Errors: RuntimeError with the code of what a kernel did wrong."""
+        self._enter()
+        self._do(self._driver.cuStreamSynchronize(self._driver.CUstream(self.stream)))
+
+
+def _address(parameter, value):
+    """A device address as an int. value: a CuPy array, an int, or anything with __cuda_array_interface__."""
+    if isinstance(value, int):
+        return value
+    data = getattr(getattr(value, "data", None), "ptr", None)  # CuPy: much cheaper than the interface's dict
+    if data is not None:
+        if not value.flags.c_contiguous:
+            raise TypeError(f"{parameter.name}: the array is not contiguous")
+        return data
+    interface = getattr(value, "__cuda_array_interface__", None)
+    if interface is None:
+        raise TypeError(
+            f"{parameter.name}: a pointer wants a CuPy array or an address, got {type(value).__name__}"
+        )
+    if interface.get("strides") is not None:
+        raise TypeError(f"{parameter.name}: the array is not contiguous")
+    return interface["data"][0]
+
+
+def _stream_address(stream):
+    """A stream as an int. stream: an int, a CuPy stream, or anything with __cuda_stream__."""
+    if isinstance(stream, int):
+        return stream
+    if hasattr(stream, "__cuda_stream__"):
+        return int(stream.__cuda_stream__()[1])
+    return int(stream.ptr)
