@@ -167,7 +167,9 @@ class EmulatedDevice:
         if threads > 1024:
             raise UserError(f"kernel {function.name}: {threads} threads a block, the limit is 1024")
         if size > 8 or any(g % c for g, c in zip(grid, cluster, strict=True)):
-            raise UserError(f"kernel {function.name}: cluster {cluster} is over 8 or does not divide grid {grid}")
+            raise UserError(
+                f"kernel {function.name}: cluster {cluster} is over 8 or does not divide grid {grid}"
+            )
         source.check_shared(function.name, function.shared, shared, self.shared_limit)
         per_sm = min(
             32,

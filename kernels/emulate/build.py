@@ -18,7 +18,7 @@ _RUNTIME = ("switch.cpp", "scheduler.cpp", "hardware.cpp")
 
 # No contraction: an fma happens where the source says fmaf. No aliasing rules: kernels read memory as uint4.
 _FLAGS = ["-std=c++20", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-strict-aliasing", "-g1",
-          "-fno-extern-tls-init", "-ftls-model=global-dynamic", "-Wall", "-Wno-unknown-pragmas",
+          "-fno-extern-tls-init", "-ftls-model=global-dynamic", "-fstack-clash-protection", "-Wall", "-Wno-unknown-pragmas",
           "-Wno-unused-function", "-Wno-unused-variable", "-Wno-unused-but-set-variable"]  # fmt: skip
 # The checks that cost little and find what a GPU would trap on or get wrong; each is one conditional jump.
 _TRAPS = ["-fsanitize=alignment,bounds,shift,signed-integer-overflow,integer-divide-by-zero,vla-bound",
@@ -66,7 +66,9 @@ def sanitizer_environment():
     path, _ = compiler()
     names = []
     for name in ("libasan.so", "libstdc++.so.6"):
-        found = subprocess.run([path, f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout
+        found = subprocess.run(
+            [path, f"-print-file-name={name}"], capture_output=True, text=True, check=True
+        ).stdout
         names.append(os.path.realpath(found.strip()))
     return dict(
         os.environ,
@@ -111,7 +113,9 @@ def _build(name, arguments, inputs, files=None):
             raise RuntimeError(f"g++ could not build {name} for the emulator:\n{result.stderr[-4000:]}")
         data = out.read_bytes()
     if not diskcache.store(library, data):
-        raise UserError(f"cannot write {library}", hint="free some disk space or set MINIDFLASH_CACHE", code=3)
+        raise UserError(
+            f"cannot write {library}", hint="free some disk space or set MINIDFLASH_CACHE", code=3
+        )
     return library
 
 
@@ -138,11 +142,16 @@ def kernels(path, defines):
     """
     texts = source.texts(path)
     # Dynamic arrays share one address after all static ones; the assembler file comes last on the command line.
-    dynamic = sorted({n for t in texts.values() for n in re.findall(r"extern\s+__shared__[^;]*?(\w+)\s*\[\s*\]", t)})
-    places = "".join(f".globl {n}\n.hidden {n}\n.type {n}, @object\n{n}:\n" for n in ["emulate_dynamic_begin", *dynamic])
+    dynamic = sorted(
+        {n for t in texts.values() for n in re.findall(r"extern\s+__shared__[^;]*?(\w+)\s*\[\s*\]", t)}
+    )
+    places = "".join(
+        f".globl {n}\n.hidden {n}\n.type {n}, @object\n{n}:\n" for n in ["emulate_dynamic_begin", *dynamic]
+    )
     assembler = (
-        '.section .tbss,"awT",@nobits\n.globl emulate_static_end\n.hidden emulate_static_end\n'
-        f".type emulate_static_end, @object\nemulate_static_end:\n.p2align 10\n{places}"
+        '.section .tbss.end,"awT",@nobits\n.globl emulate_static_end\n.hidden emulate_static_end\n'
+        ".type emulate_static_end, @object\nemulate_static_end:\n"
+        f'.section .tbss.dynamic,"awT",@nobits\n.p2align 10\n{places}'
         '.section .note.GNU-stack,"",@progbits\n'
     )
     names = source.kernel_names(texts[path])
@@ -152,10 +161,22 @@ def kernels(path, defines):
         for n in names
     )
     text = f'#include "cuda_language.h"\n#include "{path}"\n#include "call.h"\n{entry}'
-    flags = ["-O1", *_FLAGS, *_machine_flags(), *(_SANITIZE if is_sanitized() else _TRAPS), "-DMINIDFLASH_EMULATE"]
+    flags = [
+        "-O1",
+        *_FLAGS,
+        *_machine_flags(),
+        *(_SANITIZE if is_sanitized() else _TRAPS),
+        "-DMINIDFLASH_EMULATE",
+    ]
     flags += [f"-D{key}={value}" for key, value in sorted(defines.items())]
     flags += [f"-I{FOLDER}", f"-I{source.CUDA_FOLDER}", f"-fmacro-prefix-map={path.parent}/="]
-    flags += [f"-fmacro-prefix-map={source.CUDA_FOLDER}/=", "-x", "c++", str(FOLDER / "entry.cpp"), "kernels.cpp"]
+    flags += [
+        f"-fmacro-prefix-map={source.CUDA_FOLDER}/=",
+        "-x",
+        "c++",
+        str(FOLDER / "entry.cpp"),
+        "kernels.cpp",
+    ]
     flags += ["-x", "assembler", "places.s"]
     headers = _texts("cuda_language.h", "fibers.h", "call.h", "entry.cpp", "emulated_common.h", "emulated_sm90.h",
                      "emulated_sm100.h")  # fmt: skip

@@ -16,7 +16,7 @@
 #define __grid_constant__
 #define __forceinline__ inline
 #define __noinline__ __attribute__((noinline))
-#define __align__(n) alignas(n)
+#define __align__(n) __attribute__((aligned(n)))
 #define __launch_bounds__(...)
 /* Thread-local works both as `__shared__ float x[32]` in a function and after `extern`. Its addresses come
  * from our own __tls_get_addr (entry.cpp), which answers with the running block's shared memory. */

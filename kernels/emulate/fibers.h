@@ -3,6 +3,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <source_location>
 
 struct uint3 {
     unsigned x, y, z;
@@ -16,12 +17,14 @@ struct dim3 {
 #pragma GCC visibility push(default)  // kernels are built with hidden visibility
 namespace emulate {
 
-/* Where in the source a thread waits; default arguments of the wrappers fill it in at the caller. */
+/* Where in the source a thread waits; a default argument of the wrappers, so that it is their caller's place. */
 struct Site {
-    const char* file;
-    int line;
+    const char* file = nullptr;
+    int line = 0;
+    Site() = default;
+    Site(std::source_location place) : file(place.file_name()), line(place.line()) {}
 };
-#define EMULATE_SITE emulate::Site site = emulate::Site{__builtin_FILE(), __builtin_LINE()}
+#define EMULATE_SITE std::source_location site = std::source_location::current()
 
 struct Block;
 struct Warp;
