@@ -26,8 +26,9 @@ class Model:
 class Engine:
     """A loaded target, perhaps with a drafter. One run at a time (`is_busy`); load two for two threads.
 
-    ctx: positions a run may use. block: B that drafts are made at, 1 without a drafter. state and programs are
-    made by the first run. propose: the calls that fill state.drafts; a test may put a replay there. Source: engine.md 6.
+    ctx: positions a run may use. state and programs are made by the first run. propose: the calls that fill
+    state.drafts; a test may put a replay there. is_interrupted: set it while a run goes on, from a signal handler
+    or another thread, and the run ends after its round. Source: engine.md 6.
     """
 
     ops: Any
@@ -47,18 +48,19 @@ class Engine:
     programs: dict = field(default_factory=dict)
     schedule: Any = None
     is_busy: bool = False
+    is_interrupted: bool = False
 
 
 def load(
     target="default", drafter=..., backend="auto", activations=None, ctx=None, prefill_chunk=256, revision=None,
-    offline=False, device=0, progress=None, **backend_options,
+    offline=False, device=0, progress=None, warm=True, **backend_options,
 ):  # fmt: skip
     """Open a checkpoint pair and put it on a backend.
 
     target, drafter: folder, Hugging Face id, "default"; drafter None decodes plainly; left out it is the embedded
     one for the embedded target, else None. backend: as kernels.ops. ctx: positions a run may use, default what the
-    models allow and memory holds. progress: None or progress(label, done, total). Returns an Engine.
-    Errors: UserError, with .hint. Source: engine.md 4-6.
+    models allow and memory holds. progress: None or progress(label, done, total). warm: compile the kernels now,
+    timed as jit_s, not in the first run. Returns an Engine. Errors: UserError, with .hint. Source: engine.md 4-6.
     """
     from minidflash.kernels import open_ops
     from minidflash.weights import names, open_checkpoint
@@ -94,11 +96,16 @@ def load(
     if draft_config is not None:
         draft_model = build(ops, draft_config, draft_bound, ctx + max(block, 64), progress)
     stop_ids = frozenset(config.stop_ids) | (tokenizer.stop_ids if tokenizer else frozenset())
-    return Engine(
+    engine = Engine(
         ops=ops, target=model, drafter=draft_model, tokenizer=tokenizer, stop_ids=stop_ids,
         target_name=str(target), drafter_name=None if drafter is None else str(drafter), ctx=ctx,
         chunk=prefill_chunk, load_s=time.perf_counter() - begun,
     )  # fmt: skip
+    if warm:
+        from .warm import warm_up
+
+        warm_up(engine, progress)
+    return engine
 
 
 def context_length(target, drafter, asked):
@@ -122,6 +129,8 @@ def build(ops, config, bound, positions, progress=None):
     The k and v projections of all drafter layers lie stacked in one Weight (one pass injects all), and each layer
     sees its rows of it.
     """
+    from minidflash.kernels.weight import TILE
+
     weights, layers, nbytes = {}, [{} for _ in range(config.layers)], 0
     stacked = [name for name in bound if "fc" in bound and name.endswith((".kv", ".k_norm", ".kv_bias"))]
     if stacked:
@@ -130,6 +139,8 @@ def build(ops, config, bound, positions, progress=None):
             parts = [bound.pop(name) for name in stacked if name.endswith("." + kind)]
             if parts:
                 bound[kind] = [tensor for layer in parts for tensor in layer]
+                if kind == "kv":
+                    own = parts
     for done, (name, parts) in enumerate(bound.items()):
         value = ops.weight(parts) if len(parts[0].shape) == 2 else vector(ops, parts)
         nbytes += value.nbytes
@@ -144,7 +155,11 @@ def build(ops, config, bound, positions, progress=None):
         size, rows = config.head_size, 2 * config.kv_heads * config.head_size
         weights["k_norm"] = weights["k_norm"].reshape(config.layers, size)
         for i, layer in enumerate(layers):
-            layer["kv"] = weights["kv"].slice(i * rows, rows)
+            if rows % TILE == 0:
+                layer["kv"] = weights["kv"].slice(i * rows, rows)
+            else:  # its share cuts a packed group: a copy, which only odd toy sizes need
+                layer["kv"] = ops.weight(own[i])
+                nbytes += layer["kv"].nbytes
             layer["k_norm"] = weights["k_norm"][i]
             if "kv_bias" in weights:
                 layer["kv_bias"] = weights["kv_bias"][i * rows : (i + 1) * rows]

@@ -23,7 +23,7 @@ def stream(engine, prompt, **options):
     Errors: TypeError for an unknown keyword, UserError for what cannot be run, both at the call.
     Source: models.md 7.4, engine.md 2.
     """
-    return _rounds(engine, Request.of(engine, prompt, options), Timing())
+    return rounds_of(engine, Request.of(engine, prompt, options), Timing())
 
 
 def generate(engine, prompt, **options):
@@ -31,7 +31,7 @@ def generate(engine, prompt, **options):
     request, timing = Request.of(engine, prompt, options), Timing()
     rounds, reason = [], None
     try:
-        for r in _rounds(engine, request, timing):
+        for r in rounds_of(engine, request, timing):
             rounds.append(r)
     except KeyboardInterrupt:
         reason = "interrupted"
@@ -51,7 +51,7 @@ def finish(engine, request, rounds, timing, reason=None):
     )  # fmt: skip
 
 
-def _rounds(engine, request, timing):
+def rounds_of(engine, request, timing):
     """The loop. Everything a round does happens in the calls of `one_round`; the host reads one record."""
     ops, texts = engine.ops, RoundText(engine.tokenizer, request.stop)
     if request.max_tokens == 0:
@@ -65,7 +65,7 @@ def _rounds(engine, request, timing):
         reason = REASONS[int(record[2])]
         yield from texts.push(Round([int(record[3])], finish_reason=reason), reason is not None)
         width, fresh = 1, 1
-        while reason is None and not texts.is_stopped:
+        while reason is None and not (texts.is_stopped or engine.is_interrupted):
             since = time.perf_counter()
             width = engine.schedule.choose(request)
             program(engine, s, request.drafts, width, fresh).launch()

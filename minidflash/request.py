@@ -118,7 +118,7 @@ def reserve(engine, request):
         raise UserError(
             "this engine is generating already", "finish or close that stream, or load a second engine"
         )
-    engine.is_busy = True
+    engine.is_busy, engine.is_interrupted = True, False
     try:
         stop_ids = frozenset() if request.ignore_eos else engine.stop_ids
         shape = 1, request.block, stop_ids, request.drafts
