@@ -8,7 +8,7 @@ import ctypes
 import importlib.util
 import re
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 from ..errors import UserError
@@ -37,7 +37,7 @@ def _missing(what, package):
     return UserError(f"{what}", hint=f"pip install '{package}', or {_ON_CPU}", code=3)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _nvrtc():
     """(the bindings, version) of a usable NVRTC."""
     try:
@@ -53,7 +53,7 @@ def _nvrtc():
     return nvrtc, (major, minor)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _driver():
     """The driver's bindings, initialised."""
     try:
@@ -122,18 +122,19 @@ def compile_cubin(file, arch, defines=None):
     path = source.find(file)
     texts = source.texts(path)
     nvrtc, version = _nvrtc()
-    options = [f"-arch={arch}", *_OPTIONS, f"-I{path.parent}", f"-I{source.CUDA_FOLDER}"]
+    options = [f"-arch={arch}", *_OPTIONS]
     options += [f"-D{key}={value}" for key, value in sorted((defines or {}).items())]
-    if any(re.search(r"^\s*#\s*include\s*<", text, re.M) for text in texts.values()):
+    key = diskcache.digest(version, *options, *texts.values())  # what the folders below hold is in the texts
+    options += [f"-I{path.parent}", f"-I{source.CUDA_FOLDER}"]
+    if any(re.search(r"^\s*#\s*include\s*<", text, re.MULTILINE) for text in texts.values()):
         options.append(f"-I{_header_folder(version)}")
-    key = diskcache.digest(version, *options, *texts.values())
-    cache = diskcache.folder("cubin")
-    if cache:
-        stored, log = cache / f"{path.stem}-{key}.cubin", cache / f"{path.stem}-{key}.log"
+    folder = diskcache.folder("cubin")
+    if folder:
+        stored, log = folder / f"{path.stem}-{key}.cubin", folder / f"{path.stem}-{key}.log"
         if stored.exists() and log.exists():
             return stored.read_bytes(), log.read_text(encoding="utf-8")
     cubin, text = _compile(nvrtc, path, texts[path], options)
-    if cache:
+    if folder:
         diskcache.store(log, text.encode())  # the cubin last: it is what says that both are there
         diskcache.store(stored, cubin)
     return cubin, text

@@ -7,7 +7,6 @@ in the same words on a GPU and without one.
 import ctypes
 import re
 from dataclasses import dataclass
-from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 
@@ -37,10 +36,8 @@ class Parameter:
 
 
 def find(file):
-    """The path of a .cu: an existing path as it is, otherwise a name in kernels/cuda."""
-    path = Path(file)
-    if not path.is_absolute() and not path.exists():
-        path = CUDA_FOLDER / path
+    """The path of a .cu: an absolute path as it is, otherwise a name in kernels/cuda."""
+    path = CUDA_FOLDER / file
     if not path.is_file():
         raise UserError(f"no CUDA source {file}", hint="kernels are named by their file in kernels/cuda")
     return path.resolve()
@@ -57,7 +54,7 @@ def texts(path):
         if here in found:
             continue
         found[here] = here.read_text(encoding="utf-8")
-        for name in re.findall(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', found[here], re.M):
+        for name in re.findall(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', found[here], re.MULTILINE):
             for folder in (here.parent, CUDA_FOLDER):
                 if (folder / name).is_file():
                     waiting.append((folder / name).resolve())
@@ -67,7 +64,7 @@ def texts(path):
 
 def strip_comments(text):
     """The text without comments, so that a kernel mentioned in prose is not taken for code."""
-    return re.sub(r"/\*.*?\*/|//[^\n]*", " ", text, flags=re.S)
+    return re.sub(r"/\*.*?\*/|//[^\n]*", " ", text, flags=re.DOTALL)
 
 
 def kernel_names(text):
@@ -92,7 +89,7 @@ def parameters(text, name, defines=()):
 
 def _parameter(declaration, kernel, defines):
     words = re.sub(r"__restrict__|__grid_constant__", " ", declaration).strip()
-    match = re.fullmatch(r"(.*?)(\w+)", words, re.S)
+    match = re.fullmatch(r"(.*?)(\w+)", words, re.DOTALL)
     kind, name = match[1].strip(), match[2]
     if "*" in kind:
         return Parameter(name, None, "const" in kind.split("*")[0].split())
@@ -105,16 +102,11 @@ def _parameter(declaration, kernel, defines):
     return Parameter(name, scalar, True)
 
 
-@lru_cache(maxsize=None)
-def _is_integer(scalar):
-    return scalar not in (ctypes.c_float, ctypes.c_double, ctypes.c_bool)
-
-
 def pack(kernel, wanted, given, address):
     """Kernel arguments as ctypes objects, checked against the parameters.
 
-    kernel: its name, for messages. wanted: Parameters. given: what the caller passed. address: function of
-    (parameter, argument) that returns a pointer as an int. Returns a list of ctypes scalars.
+    kernel: its name, for messages. wanted: Parameters. given: what the caller passed; None is a null pointer.
+    address: function of (parameter, argument) that returns a pointer as an int. Returns a list of ctypes scalars.
     Errors: TypeError for a wrong count or kind, OverflowError for an integer that does not fit.
     """
     if len(wanted) != len(given):
@@ -123,10 +115,10 @@ def pack(kernel, wanted, given, address):
     packed = []
     for parameter, value in zip(wanted, given, strict=True):
         if parameter.scalar is None:
-            packed.append(ctypes.c_void_p(address(parameter, value)))
+            packed.append(ctypes.c_void_p(None if value is None else address(parameter, value)))
             continue
         plain = value.item() if isinstance(value, np.generic) else value
-        integer = _is_integer(parameter.scalar)
+        integer = parameter.scalar not in (ctypes.c_float, ctypes.c_double, ctypes.c_bool)
         if not isinstance(plain, int if integer else (int, float)):
             raise TypeError(f"{kernel}: {parameter.name} is a scalar, got {type(value).__name__}")
         result = parameter.scalar(plain)

@@ -37,7 +37,10 @@ __device__ __forceinline__ float exp2_fast(float x) {
  * is visible to whoever sees the sum; what the others wrote before their adds is visible here. */
 __device__ __forceinline__ u32 atomic_add_acq_rel(u32* counter, u32 amount) {
     u32 old;
-    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(counter), "r"(amount) : "memory");
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+                 : "=r"(old)
+                 : "l"(counter), "r"(amount)
+                 : "memory");
     return old;
 }
 
@@ -96,14 +99,16 @@ struct Best {
 
 /* The larger value; of equal values the smaller index. A NaN never wins against a number. */
 __device__ __forceinline__ Best better(Best a, Best b) {
-    bool second = b.value > a.value || (b.value == a.value && b.index < a.index) || (a.value != a.value && b.value == b.value);
+    bool second = b.value > a.value || (b.value == a.value && b.index < a.index) ||
+                  (a.value != a.value && b.value == b.value);
     return second ? b : a;
 }
 
 __device__ __forceinline__ Best warp_best(Best best) {
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) {
-        Best other{__shfl_xor_sync(FULL_WARP, best.value, step), __shfl_xor_sync(FULL_WARP, best.index, step)};
+        Best other{__shfl_xor_sync(FULL_WARP, best.value, step),
+                   __shfl_xor_sync(FULL_WARP, best.index, step)};
         best = better(best, other);
     }
     return best;
@@ -160,7 +165,8 @@ __device__ __forceinline__ bool last_to_arrive(u32* counter, u32 total) {
     return is_last;
 }
 
-/* All blocks of a cooperative launch meet. The counter only grows: a multiple of the grid between launches. */
+/* All blocks of a cooperative launch meet. The counter only grows: a multiple of the grid between launches.
+ */
 __device__ __forceinline__ void grid_sync(u32* counter) {
     __syncthreads();
     if (threadIdx.x == 0) {

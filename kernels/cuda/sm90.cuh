@@ -8,11 +8,14 @@
 #include "emulated_sm90.h"
 #else
 
-__device__ __forceinline__ u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
+__device__ __forceinline__ u32 shared_address(const void* pointer) {
+    return (u32)__cvta_generic_to_shared(pointer);
+}
 
 // ---- loads ----
 
-/* 16 bytes that are read once: keep them out of L1, fetch 256-byte sectors of L2. Not for data this launch writes. */
+/* 16 bytes that are read once: keep them out of L1, fetch 256-byte sectors of L2. Not for data this launch
+ * writes. */
 __device__ __forceinline__ uint4 load_stream(const void* global) {
     uint4 v;
     asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -33,16 +36,18 @@ __device__ __forceinline__ void bulk_prefetch_l2(const void* global, u32 bytes) 
 // ---- matrix tiles ----
 
 /* d += A * B for a 16 x 16 bf16 A (row major fragments), 16 x 8 bf16 B, f32 d.
- * With g = lane / 4, t = lane % 4: a.x, a.y, a.z, a.w hold rows g, g+8, g, g+8 and k 2t.., 2t.., 2t+8.., 2t+8..;
- * b0, b1 hold k 2t.. and 2t+8.. of column g; d holds (g, 2t), (g, 2t+1), (g+8, 2t), (g+8, 2t+1). */
+ * With g = lane / 4, t = lane % 4: a.x, a.y, a.z, a.w hold rows g, g+8, g, g+8 and k 2t.., 2t.., 2t+8..,
+ * 2t+8..; b0, b1 hold k 2t.. and 2t+8.. of column g; d holds (g, 2t), (g, 2t+1), (g+8, 2t), (g+8, 2t+1). */
 __device__ __forceinline__ void mma_bf16(float (&d)[4], const uint4& a, u32 b0, u32 b1) {
     asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
 
-/* Lanes 8i..8i+7 name the eight 16-byte rows of matrix i; lane l gets elements 2(l%4), +1 of row l/4 of each. */
+/* Lanes 8i..8i+7 name the eight 16-byte rows of matrix i; lane l gets elements 2(l%4), +1 of row l/4 of each.
+ */
 __device__ __forceinline__ uint4 ldmatrix_x4(const void* shared_row) {
     uint4 r;
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -83,7 +88,8 @@ __device__ __forceinline__ uint2 ldmatrix_x2_trans(const void* shared_row) {
 // ---- cp.async: 16 bytes a thread, global to shared ----
 
 __device__ __forceinline__ void cp_async_16(void* shared, const void* global) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global)
+                 : "memory");
 }
 
 /* Zeros instead of memory where `is_valid` is false; the pointer is then not read. */
@@ -95,7 +101,8 @@ __device__ __forceinline__ void cp_async_16_or_zero(void* shared, const void* gl
 
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-/* Until at most `Left` of this thread's newest groups are under way; a barrier then shows them to the block. */
+/* Until at most `Left` of this thread's newest groups are under way; a barrier then shows them to the block.
+ */
 template <int Left>
 __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(Left) : "memory");
@@ -105,7 +112,8 @@ __device__ __forceinline__ void cp_async_wait() {
 
 /* One thread initialises, then mbarrier_fence_init, then a block barrier; `arrivals` a phase. */
 __device__ __forceinline__ void mbarrier_init(u64* barrier, u32 arrivals) {
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals)
+                 : "memory");
 }
 
 __device__ __forceinline__ void mbarrier_fence_init() {
@@ -118,7 +126,8 @@ __device__ __forceinline__ void mbarrier_arrive(u64* barrier) {
 
 /* Arrive, and hold the phase open until `bytes` more have been copied. */
 __device__ __forceinline__ void mbarrier_arrive_expect(u64* barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+                 "r"(bytes)
                  : "memory");
 }
 
@@ -135,14 +144,17 @@ __device__ __forceinline__ bool mbarrier_try_wait(u64* barrier, u32 parity) {
 
 /* Contiguous memory to shared memory by one thread's order: all 16-byte aligned, bytes a multiple of 16. */
 __device__ __forceinline__ void bulk_load(void* shared, const void* global, u32 bytes, u64* barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                     shared_address(shared)),
-                 "l"(global), "r"(bytes), "r"(shared_address(barrier))
-                 : "memory");
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+            shared_address(shared)),
+        "l"(global), "r"(bytes), "r"(shared_address(barrier))
+        : "memory");
 }
 
 /* Between plain accesses of shared memory and a bulk copy that follows them there. */
-__device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void fence_async_shared() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 
 // ---- barriers of part of a block ----
 
@@ -161,7 +173,9 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
 __device__ __forceinline__ void griddep_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 /* The next kernel may start its blocks; it still waits for this one's end before it reads. */
-__device__ __forceinline__ void griddep_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void griddep_launch() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
 
 // ---- clusters ----
 
@@ -177,9 +191,13 @@ __device__ __forceinline__ u32 cluster_size() {
     return size;
 }
 
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
 
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() {
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
 
 /* Where the same shared variable lies in block `rank` of the cluster. That block must still be running:
  * end with cluster_sync. */

@@ -16,7 +16,8 @@ accesses just past a buffer there is ASan: it must be loaded before Python's own
 process, `subprocess.run([sys.executable, ...], env=emulate.sanitizer_environment())`, which sets
 MINIDFLASH_SANITIZE=1 and LD_PRELOAD; then every kernel is built with ASan and UBSan and every NumPy buffer has
 guard zones. A report ends that process.
-Not emulated: spinning on a plain volatile load (use load_acquire, which lets other threads run), wgmma, tcgen05.
+Not emulated: a loop that polls plain memory, ended after 10 to 20 s of processor time (use load_acquire, which lets other threads run);
+wgmma and tcgen05; kernels whose signature a macro writes.
 """
 
 import ctypes

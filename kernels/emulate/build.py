@@ -2,11 +2,12 @@
 
 import ctypes
 import os
+import platform
 import re
 import shutil
 import subprocess
 import tempfile
-from functools import lru_cache
+from functools import cache
 from importlib import resources
 from pathlib import Path
 
@@ -33,9 +34,15 @@ def is_sanitized():
     return os.environ.get("MINIDFLASH_SANITIZE", "0") not in ("", "0")
 
 
-@lru_cache(maxsize=None)
+@cache
 def compiler():
-    """(path, version text) of g++. Errors: UserError, code 3, where there is none."""
+    """(path, version text) of g++. Errors: UserError, code 3, where there is none or the processor is another."""
+    if platform.machine() != "x86_64":  # the fiber switch and the thread-local trick of entry.cpp
+        raise UserError(
+            f"the emulate backend is written for x86-64, this machine is {platform.machine()}",
+            hint="use --backend numba",
+            code=3,
+        )
     path = shutil.which("g++")
     if path is None:
         raise UserError(
@@ -47,11 +54,11 @@ def compiler():
     return path, version.splitlines()[0]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _machine_flags():
     """-mfma where the processor has it: fmaf is exact either way, without it it is a slow call."""
     try:
-        flags = set(re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.M)[1].split())
+        flags = set(re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)[1].split())
     except (OSError, TypeError):
         return []
     return ["-mfma", "-mavx2"] if {"fma", "avx2"} <= flags else []
@@ -96,11 +103,11 @@ def _build(name, arguments, inputs, files=None):
     files = files or {}
     global _temporary
     path, version = compiler()
-    cache = diskcache.folder("emulate")
-    if cache is None:
+    folder = diskcache.folder("emulate")
+    if folder is None:
         _temporary = _temporary or tempfile.TemporaryDirectory(prefix="minidflash-")
-        cache = Path(_temporary.name)
-    library = cache / f"{name}-{diskcache.digest(version, *arguments, *inputs, *files.values())}.so"
+        folder = Path(_temporary.name)
+    library = folder / f"{name}-{diskcache.digest(version, *arguments, *inputs, *files.values())}.so"
     if library.exists():
         return library
     with tempfile.TemporaryDirectory(prefix="minidflash-") as work:
@@ -108,7 +115,7 @@ def _build(name, arguments, inputs, files=None):
         for file, text in files.items():
             (Path(work) / file).write_text(text, encoding="utf-8")
         command = [path, *arguments, "-shared", "-o", str(out)]
-        result = subprocess.run(command, capture_output=True, text=True, cwd=work)
+        result = subprocess.run(command, check=False, capture_output=True, text=True, cwd=work)
         if result.returncode:
             raise RuntimeError(f"g++ could not build {name} for the emulator:\n{result.stderr[-4000:]}")
         data = out.read_bytes()
@@ -123,7 +130,7 @@ def _texts(*names):
     return [(FOLDER / name).read_text(encoding="utf-8") for name in names]
 
 
-@lru_cache(maxsize=None)
+@cache
 def runtime():
     """The loaded runtime, its symbols visible to the kernel libraries."""
     _check_sanitizer()
@@ -193,12 +200,12 @@ def where(message, library):
     def place(match):
         address = int(match[1], 16)
         for line in Path("/proc/self/maps").read_text().splitlines():
-            span, _, offset, *rest = line.split(None, 4)[:5] + [line]
+            span, _, offset, _ = line.split(None, 3)
             low, high = (int(part, 16) for part in span.split("-"))
             if low <= address < high and str(library) in line and tool:
-                at = hex(address - low + int(offset, 16))
-                found = subprocess.run([tool, "-s", "-e", str(library), at], capture_output=True, text=True)
-                return f"at {found.stdout.strip()}"
+                command = [tool, "-s", "-e", str(library), hex(address - low + int(offset, 16))]
+                found = subprocess.run(command, check=False, capture_output=True, text=True).stdout
+                return f"at {found.strip()}"
         return f"at {match[1]}"
 
     return re.sub(r"\[(0x[0-9a-f]+)\]", place, message)

@@ -28,13 +28,9 @@
 #define gridDim (emulate_grid.grid)
 constexpr int warpSize = 32;
 
-#define EMULATE_VECTOR(T, name, align2, align4) \
-    struct alignas(align2) name##2 { \
-        T x, y; \
-    }; \
-    struct alignas(align4) name##4 { \
-        T x, y, z, w; \
-    }; \
+#define EMULATE_VECTOR(T, name, align2, align4)                \
+    struct alignas(align2) name##2 { T x, y; };                \
+    struct alignas(align4) name##4 { T x, y, z, w; };          \
     inline name##2 make_##name##2(T x, T y) { return {x, y}; } \
     inline name##4 make_##name##4(T x, T y, T z, T w) { return {x, y, z, w}; }
 EMULATE_VECTOR(float, float, 8, 16)
@@ -76,16 +72,19 @@ struct Shuffle {
 template <class T>
 T shuffle(unsigned mask, T value, int source, Site site) {
     Shuffle<T> mine{value, value, source};
-    warp_meet(mask, "a warp shuffle", &mine, [](void* const* operands, unsigned lanes) {
-        for (unsigned lane = 0; lane < 32; ++lane) {
-            if (!(lanes >> lane & 1)) continue;
-            auto* to = static_cast<Shuffle<T>*>(operands[lane]);
-            if (lanes >> to->source & 1)
-                to->result = static_cast<Shuffle<T>*>(operands[to->source])->value;
-            else
-                memset(&to->result, 0xff, sizeof(T));
-        }
-    }, site);
+    warp_meet(
+        mask, "a warp shuffle", &mine,
+        [](void* const* operands, unsigned lanes) {
+            for (unsigned lane = 0; lane < 32; ++lane) {
+                if (!(lanes >> lane & 1)) continue;
+                auto* to = static_cast<Shuffle<T>*>(operands[lane]);
+                if (lanes >> to->source & 1)
+                    to->result = static_cast<Shuffle<T>*>(operands[to->source])->value;
+                else
+                    memset(&to->result, 0xff, sizeof(T));
+            }
+        },
+        site);
     return mine.result;
 }
 
@@ -96,16 +95,20 @@ struct Vote {
 
 inline Vote vote(unsigned mask, bool is_true, Site site) {
     Vote mine{is_true, 0, 0};
-    warp_meet(mask, "a warp vote", &mine, [](void* const* operands, unsigned lanes) {
-        unsigned ballot = 0;
-        for (unsigned lane = 0; lane < 32; ++lane)
-            if (lanes >> lane & 1) ballot |= (unsigned)static_cast<Vote*>(operands[lane])->is_true << lane;
-        for (unsigned lane = 0; lane < 32; ++lane)
-            if (lanes >> lane & 1) {
-                static_cast<Vote*>(operands[lane])->ballot = ballot;
-                static_cast<Vote*>(operands[lane])->lanes = lanes;
-            }
-    }, site);
+    warp_meet(
+        mask, "a warp vote", &mine,
+        [](void* const* operands, unsigned lanes) {
+            unsigned ballot = 0;
+            for (unsigned lane = 0; lane < 32; ++lane)
+                if (lanes >> lane & 1)
+                    ballot |= (unsigned)static_cast<Vote*>(operands[lane])->is_true << lane;
+            for (unsigned lane = 0; lane < 32; ++lane)
+                if (lanes >> lane & 1) {
+                    static_cast<Vote*>(operands[lane])->ballot = ballot;
+                    static_cast<Vote*>(operands[lane])->lanes = lanes;
+                }
+        },
+        site);
     return mine;
 }
 }  // namespace emulate
@@ -154,14 +157,14 @@ inline void changed(bool is_new, const char* what, Site site) {
 }
 }  // namespace emulate
 
-#define EMULATE_ATOMIC(name, expression) \
-    template <class T> \
-    T name(T* address, std::type_identity_t<T> value, EMULATE_SITE) { \
+#define EMULATE_ATOMIC(name, expression)                                                        \
+    template <class T>                                                                          \
+    T name(T* address, std::type_identity_t<T> value, EMULATE_SITE) {                           \
         static_assert(std::is_integral_v<T>, "no atomics on floats: their order is not fixed"); \
-        T old = *address; \
-        *address = (expression); \
-        emulate::changed(*address != old, #name, site); \
-        return old; \
+        T old = *address;                                                                       \
+        *address = (expression);                                                                \
+        emulate::changed(*address != old, #name, site);                                         \
+        return old;                                                                             \
     }
 EMULATE_ATOMIC(atomicAdd, old + value)
 EMULATE_ATOMIC(atomicSub, old - value)
@@ -172,8 +175,7 @@ EMULATE_ATOMIC(atomicOr, (T)(old | value))
 EMULATE_ATOMIC(atomicExch, value)
 #undef EMULATE_ATOMIC
 template <class T>
-T atomicCAS(T* address, std::type_identity_t<T> expected, std::type_identity_t<T> value,
-            EMULATE_SITE) {
+T atomicCAS(T* address, std::type_identity_t<T> expected, std::type_identity_t<T> value, EMULATE_SITE) {
     T old = *address;
     if (old == expected) *address = value;
     emulate::changed(*address != old, "atomicCAS", site);

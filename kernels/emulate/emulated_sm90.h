@@ -1,4 +1,5 @@
-/* The wrappers of sm90.cuh as C++ on fibers: same names, same alignment rules, refused where the device traps. */
+/* The wrappers of sm90.cuh as C++ on fibers: same names, same alignment rules, refused where the device
+ * traps. */
 #pragma once
 
 namespace emulate {
@@ -84,9 +85,13 @@ void cp_async_wait() {
     emulate::async_wait(Left);
 }
 
-inline void mbarrier_init(u64* barrier, u32 arrivals) { emulate::mbarrier_init((uint64_t*)barrier, arrivals); }
+inline void mbarrier_init(u64* barrier, u32 arrivals) {
+    emulate::mbarrier_init((uint64_t*)barrier, arrivals);
+}
 inline void mbarrier_fence_init() {}
-inline void mbarrier_arrive(u64* barrier, EMULATE_SITE) { emulate::mbarrier_arrive((uint64_t*)barrier, 0, site); }
+inline void mbarrier_arrive(u64* barrier, EMULATE_SITE) {
+    emulate::mbarrier_arrive((uint64_t*)barrier, 0, site);
+}
 inline void mbarrier_arrive_expect(u64* barrier, u32 bytes, EMULATE_SITE) {
     emulate::mbarrier_arrive((uint64_t*)barrier, bytes, site);
 }

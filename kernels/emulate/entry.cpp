@@ -15,7 +15,8 @@ extern "C" __attribute__((visibility("hidden"))) void* __tls_get_addr(TlsIndex* 
 extern thread_local char emulate_static_end[], emulate_dynamic_begin[];
 
 /* Bytes of static shared memory, and where the dynamic part begins. */
-extern "C" __attribute__((visibility("default"))) void emulate_shared_layout(unsigned long* end, unsigned long* begin) {
+extern "C" __attribute__((visibility("default"))) void emulate_shared_layout(unsigned long* end,
+                                                                             unsigned long* begin) {
     emulate::Thread nobody{};
     emulate_self = &nobody;
     asm volatile("" ::: "memory");  // the compiler does not know that a thread-local address reads memory

@@ -17,7 +17,8 @@ struct dim3 {
 #pragma GCC visibility push(default)  // kernels are built with hidden visibility
 namespace emulate {
 
-/* Where in the source a thread waits; a default argument of the wrappers, so that it is their caller's place. */
+/* Where in the source a thread waits; a default argument of the wrappers, so that it is their caller's place.
+ */
 struct Site {
     const char* file = nullptr;
     int line = 0;

@@ -1,4 +1,5 @@
-/* What runs beside the threads: copies in flight, mbarriers, cluster barriers, dependent launch, tensor cores. */
+/* What runs beside the threads: copies in flight, mbarriers, cluster barriers, dependent launch, tensor
+ * cores. */
 #include <stdio.h>
 #include <string.h>
 
@@ -40,7 +41,8 @@ struct Mbarrier {
 static_assert(sizeof(Mbarrier) == 8);
 
 static Mbarrier load(uint64_t* barrier, Site site) {
-    if ((uintptr_t)barrier % 8) fail("mbarrier at %s:%d: address is not a multiple of 8", site.file, site.line);
+    if ((uintptr_t)barrier % 8)
+        fail("mbarrier at %s:%d: address is not a multiple of 8", site.file, site.line);
     Mbarrier state;
     memcpy(&state, barrier, 8);
     if (!state.is_valid || !state.arrivals || state.pending > state.arrivals)
@@ -61,13 +63,15 @@ void mbarrier_init(uint64_t* barrier, unsigned arrivals) {
     Mbarrier state{};
     state.is_valid = 1;
     state.arrivals = state.pending = arrivals;
-    if (arrivals < 1 || arrivals > 32767) fail("mbarrier_init: %u arrivals, 1 to 32767 are emulated", arrivals);
+    if (arrivals < 1 || arrivals > 32767)
+        fail("mbarrier_init: %u arrivals, 1 to 32767 are emulated", arrivals);
     memcpy(barrier, &state, 8);
 }
 
 void mbarrier_arrive(uint64_t* barrier, unsigned bytes, Site site) {
     Mbarrier state = load(barrier, site);
-    if (!state.pending) fail("mbarrier at %s:%d: more arrivals than its count in one phase", site.file, site.line);
+    if (!state.pending)
+        fail("mbarrier at %s:%d: more arrivals than its count in one phase", site.file, site.line);
     state.bytes += bytes;
     --state.pending;
     store(barrier, state);
@@ -173,7 +177,8 @@ static float widen(unsigned bits) {
     return x;
 }
 
-/* One fma per k, k ascending, whatever else the warp does: the order is ours, the device's is not documented. */
+/* One fma per k, k ascending, whatever else the warp does: the order is ours, the device's is not documented.
+ */
 void mma_bf16(void* const* operands, unsigned lanes) {
     if (lanes != 0xffffffffu) fail("mma_bf16 needs all 32 lanes");
     float a[16][16], b[16][8], d[16][8];

@@ -1,4 +1,5 @@
-/* Runs a launch: which block, warp and lane goes next, meetings and barriers, and what to say when nobody can go. */
+/* Runs a launch: which block, warp and lane goes next, meetings and barriers, and what to say when nobody can
+ * go. */
 #include "scheduler.h"
 
 #include <stdio.h>
@@ -40,18 +41,23 @@ void spin(const char* what, Site site) {
 
 // ---- warp meetings ----
 
-static bool same_site(Site a, Site b) { return a.line == b.line && (a.file == b.file || !strcmp(a.file, b.file)); }
+static bool same_site(Site a, Site b) {
+    return a.line == b.line && (a.file == b.file || !strcmp(a.file, b.file));
+}
 
 static bool complete_meeting(Warp* warp, unsigned lane) {
     unsigned need = warp->masks[lane] & warp->alive;
     if ((warp->arrived & need) != need) return false;
     for (unsigned other = 0; other < 32; ++other)
-        if (need >> other & 1 && (strcmp(warp->what[other], warp->what[lane]) || warp->masks[other] != warp->masks[lane]))
-            fail("lanes of one warp meet in different operations: lane %u in %s with mask %08x at %s:%d, lane %u in %s "
-                 "with mask %08x at %s:%d",
-                 lane, warp->what[lane], warp->masks[lane], warp->lanes[lane].site.file, warp->lanes[lane].site.line,
-                 other, warp->what[other], warp->masks[other], warp->lanes[other].site.file,
-                 warp->lanes[other].site.line);
+        if (need >> other & 1 &&
+            (strcmp(warp->what[other], warp->what[lane]) || warp->masks[other] != warp->masks[lane]))
+            fail(
+                "lanes of one warp meet in different operations: lane %u in %s with mask %08x at %s:%d, lane "
+                "%u in %s "
+                "with mask %08x at %s:%d",
+                lane, warp->what[lane], warp->masks[lane], warp->lanes[lane].site.file,
+                warp->lanes[lane].site.line, other, warp->what[other], warp->masks[other],
+                warp->lanes[other].site.file, warp->lanes[other].site.line);
     warp->completes[lane](warp->operands, need);
     warp->arrived &= ~need;
     warp->ready |= need;
@@ -63,7 +69,8 @@ void warp_meet(unsigned mask, const char* what, void* operand, Complete complete
     Fiber* fiber = self();
     Warp* warp = fiber->warp;
     unsigned bit = 1u << fiber->lane;
-    if (!(mask & bit)) fail("%s at %s:%d with mask %08x, which leaves out the caller", what, site.file, site.line, mask);
+    if (!(mask & bit))
+        fail("%s at %s:%d with mask %08x, which leaves out the caller", what, site.file, site.line, mask);
     warp->arrived |= bit;
     warp->what[fiber->lane] = what;
     warp->masks[fiber->lane] = mask;
@@ -92,16 +99,20 @@ void settle_barrier(Block* block, int id) {
 
 void block_barrier(int id, unsigned count, bool is_waiting, const char* what, Site site) {
     Fiber* fiber = self();
-    if (id < 0 || id > 15) fail("%s at %s:%d: barrier %d is not one of 0..15", what, site.file, site.line, id);
-    if (count % 32) fail("%s at %s:%d: %u threads is not a multiple of 32", what, site.file, site.line, count);
+    if (id < 0 || id > 15)
+        fail("%s at %s:%d: barrier %d is not one of 0..15", what, site.file, site.line, id);
+    if (count % 32)
+        fail("%s at %s:%d: %u threads is not a multiple of 32", what, site.file, site.line, count);
     Barrier& barrier = fiber->block->barriers[id];
     if (!barrier.arrived) {
         barrier.count = count;
         barrier.what = what;
         barrier.site = site;
     } else if (barrier.count != count || (id == 0 && !same_site(barrier.site, site))) {
-        fail("barrier divergence: %s for %u threads at %s:%d, while others of the block wait at %s:%d for %u (0: all)",
-             what, count, site.file, site.line, barrier.site.file, barrier.site.line, barrier.count);
+        fail(
+            "barrier divergence: %s for %u threads at %s:%d, while others of the block wait at %s:%d for %u "
+            "(0: all)",
+            what, count, site.file, site.line, barrier.site.file, barrier.site.line, barrier.count);
     }
     ++barrier.arrived;
     unsigned bit = 1u << fiber->lane;
@@ -245,7 +256,8 @@ void describe_waiters(char* text, size_t bytes) {
     size_t at = 0;
     for (auto& [key, group] : groups)
         if (at < bytes)
-            at += snprintf(text + at, bytes - at, "; %u threads wait in %s, first block (%u, %u, %u) thread (%u, %u, %u)",
+            at += snprintf(text + at, bytes - at,
+                           "; %u threads wait in %s, first block (%u, %u, %u) thread (%u, %u, %u)",
                            group.threads, key.c_str(), group.first->block_index.x, group.first->block_index.y,
                            group.first->block_index.z, group.first->thread.x, group.first->thread.y,
                            group.first->thread.z);
@@ -256,17 +268,20 @@ static void report_deadlock(uint64_t unstarted) {
     size_t room = sizeof launch.request->error;
     int at = snprintf(text, room, "kernel %s is deadlocked", launch.request->name);
     if (unstarted)
-        at += snprintf(text + at, room - at, " (%llu clusters have not started, the device holds %llu blocks at once)",
+        at += snprintf(text + at, room - at,
+                       " (%llu clusters have not started, the device holds %llu blocks at once)",
                        (unsigned long long)unstarted, (unsigned long long)launch.request->resident);
     describe_waiters(text + at, room - at);
     launch.has_failed = true;
 }
 
 static void run_all(std::vector<uint64_t>& waiting) {
-    size_t per_cluster = (size_t)launch.request->cluster[0] * launch.request->cluster[1] * launch.request->cluster[2];
+    size_t per_cluster =
+        (size_t)launch.request->cluster[0] * launch.request->cluster[1] * launch.request->cluster[2];
     unsigned idle = 0;
     while (!launch.resident.empty() || !waiting.empty()) {
-        while (!waiting.empty() && (launch.resident.size() + 1) * per_cluster <= std::max<size_t>(launch.request->resident, per_cluster)) {
+        while (!waiting.empty() && (launch.resident.size() + 1) * per_cluster <=
+                                       std::max<size_t>(launch.request->resident, per_cluster)) {
             launch.resident.push_back(new_cluster(waiting.back()));
             waiting.pop_back();
         }
@@ -305,14 +320,17 @@ extern "C" __attribute__((visibility("default"))) int emulate_launch(Request* re
     emulate_grid.grid = {request->grid[0], request->grid[1], request->grid[2]};
     emulate_grid.block = {request->block[0], request->block[1], request->block[2]};
     emulate_grid.cluster = request->cluster[0] * request->cluster[1] * request->cluster[2];
-    uint64_t clusters = (uint64_t)request->grid[0] * request->grid[1] * request->grid[2] / emulate_grid.cluster;
+    uint64_t clusters =
+        (uint64_t)request->grid[0] * request->grid[1] * request->grid[2] / emulate_grid.cluster;
     std::vector<uint64_t> waiting;
     for (uint64_t number = clusters; number-- > 0;) waiting.push_back(number);
     shuffle(waiting);
     catch_faults();
+    start_watchdog();
     poison_outputs();
     run_all(waiting);
     restore_outputs();
+    stop_watchdog();
     release_faults();
     for (Cluster* cluster : launch.resident) delete_cluster(cluster);
     launch.resident.clear();

@@ -72,6 +72,7 @@ struct Request {
     uint64_t shared_bytes;
     uint64_t resident;  // blocks the device holds at once
     int64_t seed;       // below 0: ascending order everywhere
+    double patience;    // seconds of processor time a thread may run without waiting
     const Span* poisoned;
     uint64_t poisoned_count;
     int has_waited;  // out: griddep_wait was called
@@ -85,6 +86,7 @@ struct Launch {
     std::vector<std::vector<char>> saved;  // contents of the poisoned spans until griddep_wait
     bool has_failed;
     uint64_t progress, random;
+    uint64_t runs;  // turns given to fibers
 };
 
 extern Launch launch;
@@ -105,5 +107,7 @@ void restore_outputs();
 void describe_waiters(char* text, size_t bytes);
 void catch_faults();
 void release_faults();
+void start_watchdog();
+void stop_watchdog();
 
 }  // namespace emulate

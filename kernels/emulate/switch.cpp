@@ -4,6 +4,9 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
 
 #include "scheduler.h"
 
@@ -108,7 +111,8 @@ void start_fiber(Fiber* fiber) {
     __asan_unpoison_memory_region(fiber->stack + 4096, STACK_BYTES - 4096);
 #endif
     void** top = (void**)(fiber->stack + STACK_BYTES);
-    *--top = nullptr;  // fiber_main has no caller; entered by a return, its stack is 8 modulo 16 as after a call
+    *--top =
+        nullptr;  // fiber_main has no caller; entered by a return, its stack is 8 modulo 16 as after a call
     *--top = (void*)fiber_main;
     for (int saved = 0; saved < 6; ++saved) *--top = nullptr;
     fiber->stack_pointer = top;
@@ -117,6 +121,7 @@ void start_fiber(Fiber* fiber) {
 void run_fiber(Fiber* fiber) {
     emulate_self = fiber;
     fiber->waits_for = nullptr;
+    ++launch.runs;
 #ifdef __SANITIZE_ADDRESS__
     void* fake;
     leave_for(fiber->stack, STACK_BYTES, &fake);
@@ -138,8 +143,9 @@ void wait_for(const char* what, Site site) {
 void fail(const char* format, ...) {
     Request* request = launch.request;
     Fiber* fiber = self();
-    int at = snprintf(request->error, sizeof request->error, "kernel %s, block (%u, %u, %u), thread (%u, %u, %u): ",
-                      request->name, fiber->block_index.x, fiber->block_index.y, fiber->block_index.z, fiber->thread.x,
+    int at = snprintf(request->error, sizeof request->error,
+                      "kernel %s, block (%u, %u, %u), thread (%u, %u, %u): ", request->name,
+                      fiber->block_index.x, fiber->block_index.y, fiber->block_index.z, fiber->thread.x,
                       fiber->thread.y, fiber->thread.z);
     va_list rest;
     va_start(rest, format);
@@ -179,7 +185,7 @@ void catch_faults() {
     stack.ss_sp = signal_stack;
     stack.ss_size = sizeof signal_stack;
     sigaltstack(&stack, &stack_before);
-    struct sigaction action {};
+    struct sigaction action{};
     action.sa_sigaction = on_fault;
     action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;  // we never return from it, so it must not mask
     for (int i = 0; i < 4; ++i) sigaction(signals[i], &action, &before[i]);
@@ -191,6 +197,46 @@ void release_faults() {
     for (int i = 0; i < 4; ++i) sigaction(signals[i], &before[i], nullptr);
     sigaltstack(&stack_before, nullptr);
 #endif
+}
+
+// ---- watchdog: a thread that never waits, say because it polls plain memory, would hang the process ----
+
+constexpr int WATCHDOG_SIGNAL_OFFSET = 7, WATCHDOG_SECONDS = 10;
+static timer_t watchdog;
+static bool has_watchdog;
+static uint64_t runs_at_tick;
+static struct sigaction watchdog_before;
+
+static void on_tick(int, siginfo_t*, void*) {
+    bool is_stuck = emulate_self && runs_at_tick == launch.runs;
+    runs_at_tick = launch.runs;
+    if (is_stuck)
+        fail(
+            "has run for over %d s of processor time without waiting for anyone; a loop that polls memory "
+            "must use "
+            "load_acquire",
+            WATCHDOG_SECONDS);
+}
+
+void start_watchdog() {
+    struct sigaction action{};
+    action.sa_sigaction = on_tick;
+    action.sa_flags = SA_SIGINFO | SA_NODEFER | SA_RESTART;
+    int number = SIGRTMIN + WATCHDOG_SIGNAL_OFFSET;
+    sigaction(number, &action, &watchdog_before);
+    sigevent event{};
+    event.sigev_notify = SIGEV_THREAD_ID;
+    event.sigev_signo = number;
+    event._sigev_un._tid = (int)syscall(SYS_gettid);
+    runs_at_tick = 0;
+    has_watchdog = !timer_create(CLOCK_THREAD_CPUTIME_ID, &event, &watchdog);
+    itimerspec period{{WATCHDOG_SECONDS, 0}, {WATCHDOG_SECONDS, 0}};
+    if (has_watchdog) timer_settime(watchdog, 0, &period, nullptr);
+}
+
+void stop_watchdog() {
+    if (has_watchdog) timer_delete(watchdog);
+    sigaction(SIGRTMIN + WATCHDOG_SIGNAL_OFFSET, &watchdog_before, nullptr);
 }
 
 }  // namespace emulate

@@ -28,9 +28,13 @@ extern "C" __global__ void half_a_shuffle(float* out) {
     out[threadIdx.x] = v;
 }
 
-extern "C" __global__ void reads_past(const float* x, float* y, int n) { y[threadIdx.x] = x[threadIdx.x + n]; }
+extern "C" __global__ void reads_past(const float* x, float* y, int n) {
+    y[threadIdx.x] = x[threadIdx.x + n];
+}
 
-extern "C" __global__ void reads_nowhere(const float* x, float* y) { y[threadIdx.x] = x[(1ll << 40) + threadIdx.x]; }
+extern "C" __global__ void reads_nowhere(const float* x, float* y) {
+    y[threadIdx.x] = x[(1ll << 40) + threadIdx.x];
+}
 
 extern "C" __global__ void misaligned(const float* x, float* y) {
     float4 v = *(const float4*)(x + 1);
@@ -48,4 +52,10 @@ extern "C" __global__ void overflows_stack(float* y, int depth) {
     volatile float big[60000];
     big[depth] = 1.f;
     y[0] = big[depth];
+}
+
+extern "C" __global__ void polls_plain_memory(const volatile int* flag, int* out) {
+    while (*flag == 0) {
+    }
+    out[0] = 1;
 }

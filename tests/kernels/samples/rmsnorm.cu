@@ -28,5 +28,6 @@ extern "C" __global__ void row_best(const ACTIVATION* x, float* value, int* inde
     }
     best = block_best(best);
     most = block_max(most);
-    if (threadIdx.x == 0) value[blockIdx.x] = best.value, index[blockIdx.x] = best.index, largest[blockIdx.x] = most;
+    if (threadIdx.x == 0)
+        value[blockIdx.x] = best.value, index[blockIdx.x] = best.index, largest[blockIdx.x] = most;
 }

@@ -1,5 +1,6 @@
 /* A 16-row tile GEMM three ways: packed A fragments straight from memory, a cp.async ring, a bulk-copy ring.
- * y (M, N) f32 = x (M, K) bf16 * w (N, K)^T bf16; M <= 8; w packed [N/16][K/16][lane][8]. One warp a row tile. */
+ * y (M, N) f32 = x (M, K) bf16 * w (N, K)^T bf16; M <= 8; w packed [N/16][K/16][lane][8]. One warp a row
+ * tile. */
 #include "sm90.cuh"
 
 #ifndef SKEW
@@ -22,7 +23,8 @@ __device__ __forceinline__ void store_tile(float* y, const float (&d)[4], int M,
         if (m + i % 2 < M) y[(m + i % 2) * N + n + 8 * (i / 2)] = d[i];
 }
 
-extern "C" __global__ void __launch_bounds__(32) gemm_direct(const bf16* w, const bf16* x, float* y, int M, int N, int K) {
+extern "C" __global__ void __launch_bounds__(32)
+    gemm_direct(const bf16* w, const bf16* x, float* y, int M, int N, int K) {
     const char* tile = (const char*)w + (size_t)blockIdx.x * (K / 16) * TILE + 16 * lane_index();
     float d[4] = {0.f, 0.f, 0.f, 0.f};
     for (int k = 0; k < K / 16; ++k) {
@@ -34,7 +36,8 @@ extern "C" __global__ void __launch_bounds__(32) gemm_direct(const bf16* w, cons
     store_tile(y, d, M, N);
 }
 
-extern "C" __global__ void __launch_bounds__(32) gemm_cp_async(const bf16* w, const bf16* x, float* y, int M, int N, int K) {
+extern "C" __global__ void __launch_bounds__(32)
+    gemm_cp_async(const bf16* w, const bf16* x, float* y, int M, int N, int K) {
     __shared__ __align__(16) char ring[STAGES][TILE];
     const char* tile = (const char*)w + (size_t)blockIdx.x * (K / 16) * TILE + 16 * lane_index();
     int tiles = K / 16;
@@ -51,14 +54,16 @@ extern "C" __global__ void __launch_bounds__(32) gemm_cp_async(const bf16* w, co
         tokens(x, M, K, k, b0, b1);
         mma_bf16(d, a, b0, b1);
         int next = k + STAGES - 1;
-        cp_async_16_or_zero(ring[next % STAGES] + 16 * lane_index(), tile + min(next, tiles - 1) * TILE, next < tiles);
+        cp_async_16_or_zero(ring[next % STAGES] + 16 * lane_index(), tile + min(next, tiles - 1) * TILE,
+                            next < tiles);
         cp_async_commit();
     }
     store_tile(y, d, M, N);
 }
 
 /* Warp 1 copies, warp 0 computes. */
-extern "C" __global__ void __launch_bounds__(64) gemm_bulk(const bf16* w, const bf16* x, float* y, int M, int N, int K) {
+extern "C" __global__ void __launch_bounds__(64)
+    gemm_bulk(const bf16* w, const bf16* x, float* y, int M, int N, int K) {
     extern __shared__ __align__(128) unsigned char ring[];  // STAGES * TILE
     __shared__ u64 full[STAGES], empty[STAGES];
     const char* tile = (const char*)w + (size_t)blockIdx.x * (K / 16) * TILE;
@@ -96,7 +101,8 @@ extern "C" __global__ void matrices(const u16* in, u32* out) {
     for (int i = threadIdx.x; i < 256; i += 32) held[i] = in[i];
     __syncwarp();
     uint4 a = ldmatrix_x4(held + 8 * lane_index()), b = ldmatrix_x4_trans(held + 8 * lane_index());
-    uint2 c = ldmatrix_x2(held + 8 * (lane_index() % 16)), d = ldmatrix_x2_trans(held + 8 * (lane_index() % 16));
+    uint2 c = ldmatrix_x2(held + 8 * (lane_index() % 16)),
+          d = ldmatrix_x2_trans(held + 8 * (lane_index() % 16));
     u32 all[12] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w, c.x, c.y, d.x, d.y};
 #pragma unroll
     for (int i = 0; i < 12; ++i) out[32 * i + lane_index()] = all[i];

@@ -1,0 +1,231 @@
+"""Every .cu compiles for every card it is written for, keeps to registers, and holds the instructions it names.
+
+Needs NVRTC and nvdisasm (extra `test`), no GPU and no driver. Other kernel tests use assert_instructions too.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from importlib import resources, util
+from pathlib import Path
+
+import pytest
+from minidflash.kernels import diskcache, launch, source
+
+from minidflash.errors import UserError
+
+SAMPLES = Path(__file__).parent / "samples"
+needs_nvrtc = pytest.mark.skipif(
+    not util.find_spec("cuda") or not util.find_spec("cuda.bindings"), reason="cuda-bindings is not installed"
+)
+
+
+def nvdisasm():
+    """The path of nvdisasm from its wheel, or a skip."""
+    roots = util.find_spec("nvidia").submodule_search_locations if util.find_spec("nvidia") else ()
+    for root in roots:
+        for tool in Path(root).glob("*/bin/nvdisasm"):
+            return tool
+    return pytest.skip("nvdisasm is not installed (wheel nvidia-cuda-nvdisasm)")
+
+
+def disassemble(cubin, tmp_path):
+    """{kernel: list of instructions, "LDG.E.128 ...", predicates dropped} of a cubin."""
+    file = tmp_path / "kernel.cubin"
+    file.write_bytes(cubin)
+    text = subprocess.run([nvdisasm(), "-c", file], capture_output=True, text=True, check=True).stdout
+    kernels = {}
+    for part in re.split(r"^\s*\.section\s+\.text\.", text, flags=re.MULTILINE)[1:]:
+        name = re.match(r"\w+", part)[0]
+        kernels[name] = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][^;]*?)\s*;", part)
+    return kernels
+
+
+def assert_instructions(instructions, wanted, unwanted=("LDL", "STL")):
+    """Each of `wanted` starts an instruction, none of `unwanted` does.
+
+    instructions: one kernel's list from disassemble. wanted: opcodes as "HMMA" or "LDG.E"; a modifier written
+    after a space, "LDG.E 128", must follow somewhere in the same opcode.
+    """
+
+    def has(pattern):
+        start, *modifiers = pattern.split(" ")
+        opcodes = (line.split(" ")[0] for line in instructions)
+        return any(
+            (op == start or op.startswith(start + ".")) and all(m in op.split(".") for m in modifiers)
+            for op in opcodes
+        )
+
+    missing = [pattern for pattern in wanted if not has(pattern)]
+    assert not missing, f"missing {missing} among {sorted({line.split(' ')[0] for line in instructions})}"
+    present = [pattern for pattern in unwanted if has(pattern)]
+    assert not present, f"unwanted {present}"
+
+
+def arches_of(path):
+    """The cards a file is for: _sm90 and _sm100 files name theirs, the others run on all."""
+    if path.stem.endswith("_sm90"):
+        return ["sm_90a"]
+    if path.stem.endswith("_sm100"):
+        return ["sm_100a", "sm_103a"]
+    return list(launch.ARCHES.values())
+
+
+def pairs():
+    files = sorted(source.CUDA_FOLDER.glob("*.cu")) + sorted(SAMPLES.glob("*.cu"))
+    return [pytest.param(path, arch, id=f"{path.stem}-{arch}") for path in files for arch in arches_of(path)]
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("path, arch", pairs())
+def test_every_kernel_compiles_and_stays_in_registers(path, arch, tmp_path):
+    cubin, log = launch.compile_cubin(path, arch)
+    found = launch.resources(log)
+    assert set(found) >= set(source.kernel_names(path.read_text())), log
+    for name, used in found.items():
+        planted = path.parent == SAMPLES and name == "overflows_stack"
+        assert planted or (used.stack, used.spill_stores, used.spill_loads) == (0, 0, 0), f"{name}: {used}"
+    for name, instructions in disassemble(cubin, tmp_path).items():
+        if name != "overflows_stack":
+            assert_instructions(instructions, [])
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", launch.ARCHES.values())
+def test_wrappers_become_their_instructions(arch, tmp_path):
+    tiles = disassemble(launch.compile_cubin(SAMPLES / "tiles.cu", arch)[0], tmp_path)
+    assert_instructions(tiles["gemm_direct"], ["HMMA.16816.F32.BF16", "LDG.E 128 NA LTC256B CONSTANT"])
+    assert_instructions(tiles["gemm_cp_async"], ["HMMA", "LDGSTS", "LDGDEPBAR", "DEPBAR", "LDS 128"])
+    assert_instructions(tiles["gemm_bulk"], ["UBLKCP", "SYNCS", "HMMA", "LDS 128"], ["LDL", "STL", "LDGSTS"])
+    assert_instructions(tiles["matrices"], ["LDSM 4", "LDSM MT88 4", "LDSM 2", "LDSM MT88 2"])
+    grid = disassemble(launch.compile_cubin(SAMPLES / "grid.cu", arch)[0], tmp_path)
+    assert_instructions(grid["produce"], ["ACQBULK", "PREEXIT"])
+    assert_instructions(grid["cluster_sum"], ["UCGABAR_ARV", "UCGABAR_WAIT"])
+    assert_instructions(grid["hand_over"], ["BAR.ARV", "BAR.SYNC"])
+    assert_instructions(grid["sum_last_block"], ["ATOMG.E.ADD.STRONG.GPU"])
+    plain = disassemble(launch.compile_cubin(SAMPLES / "rmsnorm.cu", arch)[0], tmp_path)
+    assert_instructions(plain["rmsnorm"], ["F2FP.BF16", "SHFL.BFLY", "MUFU.RSQ"])
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
+def test_sm100_wrappers_become_their_instructions(arch, tmp_path):
+    wide = disassemble(launch.compile_cubin(SAMPLES / "wide_sm100.cu", arch)[0], tmp_path)
+    assert_instructions(wide["unpack_fp4"], ["LDG.E 256", "F2FP.F16.E2M1.UNPACK_B"])
+
+
+@needs_nvrtc
+def test_a_spill_is_found(tmp_path):
+    cubin, log = launch.compile_cubin(SAMPLES / "mistakes.cu", "sm_90a")
+    assert launch.resources(log)["overflows_stack"].stack > 100_000
+    with pytest.raises(AssertionError, match="unwanted"):
+        assert_instructions(disassemble(cubin, tmp_path)["overflows_stack"], [])
+
+
+@needs_nvrtc
+def test_the_cache_is_used_and_is_optional(tmp_path, monkeypatch):
+    monkeypatch.setenv("MINIDFLASH_CACHE", str(tmp_path))
+    file = tmp_path / "own.cu"
+    file.write_text('#include "common.cuh"\nextern "C" __global__ void own(float* y) { y[0] = FACTOR; }\n')
+    first = launch.compile_cubin(file, "sm_90a", {"FACTOR": 2})
+    monkeypatch.setattr(launch, "_compile", lambda *_: pytest.fail("compiled again"))
+    assert launch.compile_cubin(file, "sm_90a", {"FACTOR": 2}) == first
+    for arch, factor in (("sm_100a", 2), ("sm_90a", 3)):
+        with pytest.raises(pytest.fail.Exception, match="compiled again"):
+            launch.compile_cubin(file, arch, {"FACTOR": factor})
+    monkeypatch.undo()
+    monkeypatch.setenv("MINIDFLASH_CACHE", str(file / "not a folder"))
+    assert diskcache.folder("cubin") is None
+    assert launch.compile_cubin(file, "sm_90a", {"FACTOR": 2})[0] == first[0]
+
+
+@needs_nvrtc
+def test_what_does_not_compile_is_quoted(tmp_path):
+    file = tmp_path / "broken.cu"
+    file.write_text('extern "C" __global__ void broken(float* y) { y[0] = undeclared; }\n')
+    with pytest.raises(RuntimeError, match=r"could not compile broken.cu(.|\n)*undeclared"):
+        launch.compile_cubin(file, "sm_90a")
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (12, 0), (7, 5), (10, 1)])
+def test_other_cards_are_refused_with_a_way_out(capability):
+    with pytest.raises(UserError, match="compute capability.*written for 9.0, 10.0, 10.3") as caught:
+        launch.choose_arch(*capability)
+    assert caught.value.code == 3 and "numba" in caught.value.hint
+
+
+def test_known_cards():
+    assert [launch.choose_arch(*c) for c in ((9, 0), (10, 0), (10, 3))] == ["sm_90a", "sm_100a", "sm_103a"]
+
+
+def in_new_python(code, **environment):
+    root = str(Path(__file__).parents[2])
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        check=False,
+        env=os.environ | environment,
+        cwd=root,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+MESSAGE = (
+    "from minidflash.kernels import launch\nfrom minidflash.errors import UserError\n"
+    "try:\n    launch.{call}\nexcept UserError as error:\n    print(error.code, error, '|', error.hint)\n"
+)
+
+
+def test_import_loads_nothing_of_cuda():
+    code = "import sys, minidflash.kernels.launch\nprint([m for m in ('cuda', 'cupy') if m in sys.modules])"
+    assert in_new_python(code) == "[]"
+
+
+def test_missing_bindings_name_the_package(tmp_path):
+    (tmp_path / "cuda").mkdir()
+    (tmp_path / "cuda" / "__init__.py").write_text("raise ImportError('hidden by the test')\n")
+    code = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n" + MESSAGE.format(call="CudaDevice()")
+    text = in_new_python(code)
+    assert text.startswith("3 ") and "pip install 'cuda-bindings>=13,<14'" in text and "\n" not in text
+
+
+@needs_nvrtc
+def test_missing_nvrtc_names_the_package():
+    code = (
+        "from cuda.bindings import nvrtc\n"
+        "def gone(): raise RuntimeError('not found')\n"
+        "nvrtc.nvrtcVersion = gone\n"
+        + MESSAGE.format(call="compile_cubin('x', 'sm_90a') if 0 else launch._nvrtc()")
+    )
+    text = in_new_python(code)
+    assert text.startswith("3 CUDA's compiler NVRTC is not installed") and "nvidia-cuda-nvrtc==13.0.*" in text
+
+
+@needs_nvrtc
+def test_headers_of_another_version_name_the_package(tmp_path, monkeypatch):
+    include = tmp_path / "cu13" / "include"
+    include.mkdir(parents=True)
+    spec = type("Spec", (), {"submodule_search_locations": [str(tmp_path)]})
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: spec)
+    with pytest.raises(UserError, match="headers are not installed") as caught:
+        launch._header_folder((13, 0))
+    assert "nvidia-cuda-runtime==13.0.*" in caught.value.hint
+    (include / "cuda_runtime_api.h").write_text("#define CUDART_VERSION  12080\n")
+    with pytest.raises(UserError, match="CUDA headers 12.8 beside NVRTC 13.0"):
+        launch._header_folder((13, 0))
+
+
+@needs_nvrtc
+@pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="this machine has an NVIDIA driver")
+def test_without_a_driver_one_line_says_so():
+    text = in_new_python(MESSAGE.format(call="CudaDevice()"))
+    assert text == "3 no NVIDIA driver (libcuda.so.1) on this machine | use --backend numba"
+
+
+def test_ptx_lives_in_the_wrappers_only():
+    for path in resources.files("minidflash.kernels").joinpath("cuda").iterdir():
+        if path.name not in ("common.cuh", "sm90.cuh", "sm100.cuh"):
+            assert not re.search(r"\basm\b", source.strip_comments(path.read_text())), path.name
