@@ -16,8 +16,8 @@ accesses just past a buffer there is ASan: it must be loaded before Python's own
 process, `subprocess.run([sys.executable, ...], env=emulate.sanitizer_environment())`, which sets
 MINIDFLASH_SANITIZE=1 and LD_PRELOAD; then every kernel is built with ASan and UBSan and every NumPy buffer has
 guard zones. A report ends that process.
-Not emulated: a loop that polls plain memory, ended after 10 to 20 s of processor time (use load_acquire, which lets other threads run);
-wgmma and tcgen05; kernels whose signature a macro writes.
+Not emulated: a loop that polls plain memory, ended after EmulatedDevice.patience (use load_acquire, which lets
+other threads run); wgmma and tcgen05; kernels whose signature a macro writes.
 """
 
 import ctypes
@@ -56,6 +56,7 @@ class _Request(ctypes.Structure):  # scheduler.h has the same
         ("shared_bytes", ctypes.c_uint64),
         ("resident", ctypes.c_uint64),
         ("seed", ctypes.c_int64),
+        ("patience", ctypes.c_double),
         ("poisoned", ctypes.POINTER(_Span)),
         ("poisoned_count", ctypes.c_uint64),
         ("has_waited", ctypes.c_int),
@@ -91,6 +92,7 @@ class EmulatedDevice:
         self.sms = sms
         self.shared_limit = 232448
         self.seed = seed
+        self.patience = 10.0  # seconds of processor time that one thread may run without waiting for another
         self._functions = {}
         self._launches = 0
         self._written = []  # arrays that an earlier launch wrote and no wait has covered yet
@@ -150,6 +152,7 @@ class EmulatedDevice:
             shared_bytes=(function.dynamic_begin if shared else function.shared) + shared,
             resident=resident,
             seed=-1 if self.seed is None else self.seed + self._launches,
+            patience=self.patience,
             poisoned=spans,
             poisoned_count=len(before),
         )

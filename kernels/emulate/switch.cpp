@@ -201,7 +201,7 @@ void release_faults() {
 
 // ---- watchdog: a thread that never waits, say because it polls plain memory, would hang the process ----
 
-constexpr int WATCHDOG_SIGNAL_OFFSET = 7, WATCHDOG_SECONDS = 10;
+constexpr int WATCHDOG_SIGNAL_OFFSET = 7;
 static timer_t watchdog;
 static bool has_watchdog;
 static uint64_t runs_at_tick;
@@ -212,10 +212,9 @@ static void on_tick(int, siginfo_t*, void*) {
     runs_at_tick = launch.runs;
     if (is_stuck)
         fail(
-            "has run for over %d s of processor time without waiting for anyone; a loop that polls memory "
-            "must use "
-            "load_acquire",
-            WATCHDOG_SECONDS);
+            "has run for over %g s of processor time without waiting for anyone; a loop that polls memory "
+            "must use load_acquire",
+            launch.request->patience);
 }
 
 void start_watchdog() {
@@ -230,7 +229,9 @@ void start_watchdog() {
     event._sigev_un._tid = (int)syscall(SYS_gettid);
     runs_at_tick = 0;
     has_watchdog = !timer_create(CLOCK_THREAD_CPUTIME_ID, &event, &watchdog);
-    itimerspec period{{WATCHDOG_SECONDS, 0}, {WATCHDOG_SECONDS, 0}};
+    double patience = launch.request->patience;
+    timespec tick{(time_t)patience, (long)((patience - (time_t)patience) * 1e9)};
+    itimerspec period{tick, tick};
     if (has_watchdog) timer_settime(watchdog, 0, &period, nullptr);
 }
 
