@@ -5,7 +5,10 @@ import time
 from .loop import prefill, program
 from .request import Request, release, reserve
 
-NOT_COMPILED = ("oracle", "emulate")  # nothing to compile, or built ahead, and far too slow to run for nothing
+NOT_COMPILED = (
+    "oracle",
+    "emulate",
+)  # nothing to compile, or built ahead, and far too slow to run for nothing
 
 
 def warm_up(engine, progress=None):

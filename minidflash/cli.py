@@ -1,0 +1,180 @@
+"""The command line: parsers, exit codes. What a subcommand does lies in a module of its own."""
+
+import sys
+import traceback
+
+from . import __version__
+from .errors import UserError
+from .options import Parser, add_how, add_machine, add_pair, add_sampling, add_talk, whole
+from .terminal import Interrupt, say, silence, write
+
+EXAMPLES = """
+examples:
+  minidflash generate "Why is the sky blue?" --stats
+  minidflash generate --target Qwen/Qwen3-8B --drafter z-lab/Qwen3-8B-DFlash-b16 @prompt.txt
+  minidflash info
+"""
+GENERATE = """Generate text; what a drafter drafts is checked by the target, so the text is the target's own.
+
+examples:
+  minidflash generate "Why is the sky blue?"
+  cat letter.txt | minidflash generate -n 400 --system "Answer this letter." --stats
+  minidflash generate --target FOLDER --drafter FOLDER --tokens "5 9 9" --json
+"""
+
+
+def make_parser():
+    """The parser of all subcommands; `run` of what it returns is the subcommand's function."""
+    parser = Parser(prog="minidflash", epilog=EXAMPLES,
+                    description="DFlash speculative decoding, small and exact.")  # fmt: skip
+    parser.add_argument("--version", action="version", version=f"minidflash {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, title="commands")
+    for name, (fill, text) in COMMANDS.items():
+        sub = commands.add_parser(name, help=text.splitlines()[0], description=text)
+        fill(sub)
+    return parser
+
+
+def _generate(parser):
+    parser.add_argument("prompt", metavar="PROMPT", nargs="?",
+                        help="the text; - is stdin, @FILE a file; default stdin when that is no terminal")  # fmt: skip
+    what = add_pair(parser)
+    what.add_argument("--tokens", metavar="IDS", help='a prompt of ids, "5 9 9", taken as they are')
+    what.add_argument("--system", metavar="S", help="system text before the prompt")
+    what.add_argument("--raw", action="store_true", help="no chat template: continue the prompt as it is")
+    what.add_argument("--chat-template-arg", metavar="K=V", action="append", default=[],
+                      help="set what the chat template reads, e.g. enable_thinking=false; may be repeated")  # fmt: skip
+    what.add_argument(
+        "--show-prompt", action="store_true", help="print the rendered prompt and its ids on stderr"
+    )
+    how = add_how(parser, max_tokens=256)
+    how.add_argument("--stop", metavar="TEXT", action="append", default=[],
+                     help="end before this text; may be repeated")  # fmt: skip
+    how.add_argument("--ignore-eos", action="store_true", help="go on after an end token")
+    add_sampling(parser)
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="print one JSON object at the end, and no text")
+    output.add_argument("--stats", action="store_true", help="print statistics on stderr after the text")
+    output.add_argument("--trace", metavar="FILE", help="write one JSON line a round; see minidflash trace")
+    output.add_argument("--no-stream", action="store_true", help="print the text when it is complete")
+    add_machine(parser)
+    parser.set_defaults(run=_lazy("run", "generate"))
+
+
+def _info(parser):
+    add_pair(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_how(parser, max_tokens=256)
+    add_machine(parser)
+    parser.set_defaults(run=_lazy("info", "info"))
+
+
+def _bench(parser):
+    what = add_pair(parser)
+    what.add_argument("--prompts", metavar="FILE", help="JSON lines with kind and prompt (or tokens); default: "
+                      "the checkout's bench/prompts.jsonl, else four built in")  # fmt: skip
+    how = add_how(parser, max_tokens=64)
+    how.add_argument("-r", "--repeat", metavar="N", type=whole(1), default=3,
+                     help="runs of every prompt (default %(default)s)")  # fmt: skip
+    parser.add_argument("-o", "--output", choices=("md", "json"), default="md", help="form (default md)")
+    add_machine(parser)
+    parser.set_defaults(run=_lazy("measure", "bench"))
+
+
+def _trace(parser):
+    parser.add_argument("file", metavar="FILE", help="what generate --trace wrote")
+    parser.add_argument("--round", metavar="N", type=whole(0), help="only this round; 0 is prefill's token")
+    add_talk(parser)
+    parser.set_defaults(run=_lazy("trace", "tell"))
+
+
+def _verify(parser):
+    add_pair(parser)
+    how = add_how(parser, max_tokens=48)
+    how.add_argument("--prompts", metavar="FILE", help="as in bench; the first of each kind is used")
+    add_machine(parser)
+    parser.set_defaults(run=_lazy("check", "verify"))
+
+
+def _kernels(parser):
+    parser.add_argument("name", metavar="NAME", nargs="?", help="explain this kernel")
+    add_talk(parser)
+    parser.set_defaults(run=_lazy("catalog", "kernels"))
+
+
+COMMANDS = {
+    "generate": (_generate, GENERATE),
+    "info": (_info, "Say what this machine can run, what a checkpoint pair is, and the memory it needs."),
+    "bench": (_bench, "Measure tokens a second with and without the drafter, by kind of prompt."),
+    "trace": (_trace, "Re-tell a run round by round: what was drafted, kept and rejected."),
+    "verify": (
+        _verify,
+        "Check on this machine that drafting changes no token and kernels agree with the oracle.",
+    ),
+    "kernels": (_kernels, "Print the signature table, or explain one kernel of it."),
+}
+
+
+def _lazy(module, name):
+    """A subcommand's function, imported when it runs: --help must not wait for Numba."""
+
+    def run(args, interrupt):
+        from importlib import import_module
+
+        return getattr(import_module(f".{module}", __package__), name)(args, interrupt)
+
+    return run
+
+
+def main(argv=None):
+    """Run one command line.
+
+    argv: list of str, default the process's. Returns the exit code: 0; 1 a check failed, or a bug; 2 wrong use or
+    a refused checkpoint; 3 not possible here; 130 Ctrl-C; 141 closed pipe. Errors: none. Source: engine.md 5.
+    """
+    is_verbose = False
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal without the character still gets the rest
+    try:
+        with Interrupt() as interrupt:
+            args = make_parser().parse_args(argv)
+            is_verbose = args.verbose
+            code = args.run(args, interrupt) or 0
+            write("")
+            return code
+    except SystemExit as done:  # --help and --version
+        return _last_words(done)
+    except BrokenPipeError:
+        silence(sys.stdout)
+        silence(sys.stderr)
+        return 141
+    except KeyboardInterrupt:
+        say("minidflash: interrupted")
+        return 130
+    except UserError as error:
+        say(f"minidflash: {error}")
+        if error.hint:
+            say(f"  hint: {error.hint}")
+        return error.code
+    except MemoryError as error:
+        say(f"minidflash: not enough memory: {error}" if str(error) else "minidflash: not enough memory")
+        say("  hint: lower --ctx; minidflash info says what is needed")
+        return 3
+    except Exception as error:
+        if is_verbose:
+            traceback.print_exc()
+        reason = " ".join(str(error).split())[:300]
+        more = "" if is_verbose else "; run with -v for the traceback"
+        say(f"minidflash: internal error: {type(error).__name__}: {reason}{more}")
+        return 1
+
+
+def _last_words(done):
+    """Exit code after argparse printed help or version."""
+    try:
+        write("")
+    except BrokenPipeError:
+        silence(sys.stdout)
+        return 141
+    return done.code or 0

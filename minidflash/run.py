@@ -1,0 +1,147 @@
+"""`minidflash generate`: the prompt in, text out round by round, then JSON or statistics."""
+
+import json
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+from .errors import UserError
+from .options import load_keywords, sampling_wishes
+from .terminal import Interrupt, Progress, is_terminal, say, write
+
+EXAMPLE = 'minidflash generate "Why is the sky blue?"'
+
+
+def generate(args, interrupt=None):
+    """Run the subcommand. args: parsed flags. interrupt: the Interrupt in force. Returns the exit code."""
+    from .chat import parse_template_arg
+    from .request import Request
+    from .trace import Trace
+
+    interrupt = interrupt or Interrupt()
+    options = {"max_tokens": args.max_tokens, "verify": args.verify, **sampling_wishes(args)}
+    for name in ("stop", "ignore_eos", "block", "raw", "system"):
+        if getattr(args, name):
+            options[name] = getattr(args, name)
+    if args.chat_template_arg:
+        options["template_args"] = dict(map(parse_template_arg, args.chat_template_arg))
+    prompt = read_prompt(args)
+    with Trace(args.trace) if args.trace else nullcontext() as trace:
+        engine = open_engine(args)
+        request = Request.of(engine, prompt, options)
+        request.options |= {"ctx": engine.ctx, "prefill_chunk": engine.chunk}
+        if args.show_prompt:
+            show_prompt(engine, prompt, request)
+        warn(args, engine, request)
+        rounds, result = run(engine, request, args, interrupt, trace)
+    if args.json:
+        write(json.dumps(result.to_json()) + "\n")
+    if args.stats:
+        from .report import round_costs, stats_lines
+
+        interrupt.engine = None  # nothing is generated any more: the next Ctrl-C ends at once
+        say("\n".join(stats_lines(result, rounds, round_costs(engine, request), engine.ctx)))
+    return 130 if result.finish_reason == "interrupted" else 0
+
+
+def read_prompt(args):
+    """The prompt that was given: a list of ids, or a str. Errors: UserError without one, or for unreadable text."""
+    if args.tokens is not None:
+        if args.prompt is not None:
+            raise UserError("a prompt and --tokens are two prompts", "leave out one of them")
+        words = args.tokens.split()
+        bad = [word for word in words if not (word.isascii() and word.isdigit())]
+        if bad:
+            raise UserError(
+                f"--tokens: {bad[0]!r} is no token id", 'ids are parted by spaces: --tokens "5 9 9"'
+            )
+        return [int(word) for word in words]
+    text = args.prompt
+    if text is None and (sys.stdin is None or is_terminal(sys.stdin)):
+        raise UserError("no prompt", EXAMPLE)
+    if text in (None, "-"):
+        data, where = sys.stdin.buffer.read() if sys.stdin else b"", "stdin"
+    elif text.startswith("@"):
+        where = text[1:]
+        try:
+            data = Path(where).read_bytes()
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            hint = "a prompt that begins with @ can be given on stdin"
+            raise UserError(f"prompt file {where!r} cannot be read: {reason}", hint) from None
+    else:
+        return text
+    try:
+        text = data.decode("utf-8")  # line ends as they are: the model sees what was written
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"the prompt from {where} is not UTF-8 (byte {error.start})", "convert it to UTF-8"
+        ) from None
+    if not text:
+        raise UserError(f"the prompt from {where} is empty", EXAMPLE)
+    return text
+
+
+def open_engine(args, **keywords):
+    """Load what the flags name, with progress on a terminal. keywords: more of engine.load's. Returns an Engine."""
+    from .engine import load
+
+    with Progress(is_terminal(sys.stderr) and not args.quiet) as show:
+        engine = load(**load_keywords(args), **keywords, progress=show)
+    if args.verbose:
+        say(f"{engine.ops.name}, {engine.ops.activations}, context {engine.ctx}; loaded in {engine.load_s:.2f} s, "
+            f"kernels ready in {engine.jit_s:.2f} s")  # fmt: skip
+    return engine
+
+
+def show_prompt(engine, prompt, request):
+    """The rendered prompt, between lines that are not part of it, and its ids."""
+    from .request import OPTIONS, render
+
+    if not isinstance(prompt, list):
+        say(f"--- prompt\n{render(engine, prompt, OPTIONS | request.options)}\n--- end of prompt")
+    say(f"{len(request.ids)} prompt ids: {' '.join(map(str, request.ids))}")
+
+
+def warn(args, engine, request):
+    """What a user should know before the text comes, each on one line of stderr."""
+    if args.quiet:
+        return
+    if args.drafter is None and engine.drafter is None:
+        say("minidflash: no drafter for this target: plain decoding (--drafter names one)")
+    if request.drafts and request.block > engine.drafter.config.block:
+        trained = engine.drafter.config.block
+        say(f"minidflash: block {request.block} is wider than the {trained} this drafter was trained on: expect fewer "
+            "accepted drafts")  # fmt: skip
+    if engine.tokenizer is None and not args.json:
+        say("minidflash: no tokenizer in this checkpoint: token ids are printed")
+
+
+def run(engine, request, args, interrupt, trace=None):
+    """Generate, printing and tracing round by round. Returns (list of Round, Result)."""
+    from .loop import finish, rounds_of
+    from .stats import Timing
+
+    timing, rounds, is_streaming = Timing(), [], not (args.json or args.no_stream)
+    try:
+        for r in rounds_of(engine, request, timing):
+            interrupt.engine = engine  # from now on the round is finished first
+            rounds.append(r)
+            if trace:
+                trace.write(r, engine.tokenizer)
+            if is_streaming:
+                write(shown(r.text, r.tokens, is_first=len(rounds) == 1))
+    except KeyboardInterrupt:  # before the first token
+        pass
+    is_cut = interrupt.count and not (rounds and rounds[-1].finish_reason)
+    result = finish(engine, request, rounds, timing, "interrupted" if is_cut else None)
+    if not args.json and request.max_tokens:
+        write(("" if is_streaming else shown(result.text, result.tokens)) + "\n")
+    return rounds, result
+
+
+def shown(text, tokens, is_first=True):
+    """What stdout gets: the text, or ids where the checkpoint has no tokenizer."""
+    if text is not None or not tokens:
+        return text or ""
+    return ("" if is_first else " ") + " ".join(map(str, tokens))

@@ -1,0 +1,144 @@
+"""Trace files: one JSON line a round, written as it goes; and `minidflash trace`, which re-tells them."""
+
+import json
+import sys
+from pathlib import Path
+
+from .errors import UserError
+from .stats import Round, Stats
+from .terminal import Paint, duration, write
+
+BARS = " ▁▂▃▄▅▆▇█"
+
+
+class Trace:
+    """A trace file being written, as a context manager. path: where; an older file there is replaced.
+
+    A line: round (0: prefill's token), ids, drafts (ids verified), accepted (drafts kept, before stop and budget
+    cuts), verify (rows), seconds, text, finish_reason, and with a tokenizer id_texts and draft_texts.
+    Errors: UserError when it cannot be written.
+    """
+
+    def __init__(self, path):
+        try:
+            self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115
+        except OSError as error:
+            raise UserError(f"trace file {path!r} cannot be written: {error.strerror}") from None
+        self._path, self._count = path, 0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._file.close()
+
+    def write(self, r, tokenizer=None):
+        """Append one Round. tokenizer: of the target, or None."""
+        line = {
+            "round": self._count, "ids": r.tokens, "drafts": r.drafted, "accepted": r.accepted, "verify": r.verify,
+            "seconds": r.seconds, "text": r.text, "finish_reason": r.finish_reason,
+        }  # fmt: skip
+        if tokenizer is not None:
+            line["id_texts"] = [tokenizer.decode([i]) for i in r.tokens]
+            line["draft_texts"] = [tokenizer.decode([i]) for i in r.drafted]
+        try:
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise UserError(
+                f"trace file {self._path!r} cannot be written: {error.strerror}", code=3
+            ) from None
+        self._count += 1
+
+
+def read(path):
+    """The lines of a trace file as dicts. Errors: UserError naming the file and the line."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8"
+        raise UserError(f"trace file {path!r} cannot be read: {reason}") from None
+    lines = []
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            found = json.loads(line)
+            if not (found["ids"] or found["finish_reason"]) or found["accepted"] > len(found["drafts"]):
+                raise ValueError
+            lines.append(found)
+        except (ValueError, KeyError, TypeError):
+            hint = "minidflash generate --trace FILE writes such files"
+            raise UserError(f"{path}, line {number}: this is no line of a trace", hint) from None
+    if not lines:
+        raise UserError(f"trace file {path!r} is empty")
+    return lines
+
+
+def tell(args, interrupt=None):
+    """`minidflash trace FILE`: every block, what was kept and what was rejected. Returns the exit code."""
+    lines = read(args.file)
+    if args.round is not None and args.round >= len(lines):
+        raise UserError(f"--round {args.round}: the trace has rounds 0 to {len(lines) - 1}")
+    paint = Paint(sys.stdout)
+    if not args.quiet:
+        kept, own, lost = (
+            paint("kept", "kept draft"),
+            paint("own", "[target's own]"),
+            paint("rejected", "~rejected~"),
+        )
+        write(f"{kept}  {own}  {lost}   (ids where there is no text)\n")
+    for number, line in enumerate(lines):
+        if args.round in (None, number):
+            write(tell_round(number, line, paint) + "\n")
+    if args.round is None:
+        write("\n".join(summary(lines)) + "\n")
+    return 0
+
+
+def tell_round(number, line, paint):
+    """One line about one round."""
+    ids = _pieces(line, "id_texts", "ids")
+    drafts = _pieces(line, "draft_texts", "drafts")
+    kept = min(line["accepted"], len(ids))
+    words = [paint("kept", piece) for piece in ids[:kept]]
+    words += [paint("own", f"[{piece}]") for piece in ids[kept:]]
+    words += [paint("rejected", f"~{piece}~") for piece in drafts[line["accepted"] :]]
+    if line["verify"] == 0:
+        what = "prefill"
+    elif line["verify"] == 1:
+        what = "plain"
+    else:
+        what = f"kept {line['accepted']} of {len(drafts)}"
+    end = f"  ({line['finish_reason']})" if line["finish_reason"] else ""
+    return f"{number:4}  {what:<13} {duration(line['seconds']):>9}  {' '.join(words)}{paint('faint', end)}"
+
+
+def _pieces(line, texts, ids):
+    """Texts of ids, control characters made visible; the ids themselves where there is none."""
+    found = line.get(texts) or [None] * len(line[ids])
+    return [
+        str(i)
+        if not piece
+        else "".join(c if c.isprintable() else repr(c)[1:-1] for c in piece).replace(" ", "·")
+        for i, piece in zip(line[ids], found, strict=True)
+    ]
+
+
+def summary(lines):
+    """Closing lines: tau, acceptance by position as bars, seconds."""
+    rounds = [
+        Round(line["ids"], line["text"], line["drafts"], line["accepted"], line["verify"], line["seconds"])
+        for line in lines
+    ]
+    tokens, seconds = sum(len(r.tokens) for r in rounds), sum(r.seconds for r in rounds)
+    widest = max(r.verify for r in rounds)
+    if widest <= 1:
+        return [f"{tokens} tokens, plain decoding, {duration(seconds)}"]
+    stats = Stats.of(rounds, widest)
+    found = [f"{tokens} tokens in {stats.round_count} rounds: tau {stats.tau:.2f} (the target's own token counted), "
+             f"{stats.accepted} of {stats.drafted} drafts accepted, {duration(seconds)}"]  # fmt: skip
+    bars = "".join(BARS[round(8 * a)] if a is not None else "-" for a in stats.acceptance_by_position)
+    numbers = " ".join("-" if a is None else f"{a:.2f}" for a in stats.acceptance_by_position)
+    found.append(f"accepted / reached by position 1..{widest - 1}: {bars}  {numbers}")
+    return found
