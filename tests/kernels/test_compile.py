@@ -3,6 +3,7 @@
 Needs NVRTC and nvdisasm (extra `test`), no GPU and no driver. Other kernel tests use assert_instructions too.
 """
 
+import ctypes
 import os
 import re
 import subprocess
@@ -223,6 +224,68 @@ def test_headers_of_another_version_name_the_package(tmp_path, monkeypatch):
 def test_without_a_driver_one_line_says_so():
     text = in_new_python(MESSAGE.format(call="CudaDevice()"))
     assert text == "3 no NVIDIA driver (libcuda.so.1) on this machine | use --backend numba"
+
+
+class StubDriver:
+    """The driver's types and enums, with calls that record what they get: an H100 that runs nothing."""
+
+    def __init__(self):
+        from cuda.bindings import driver
+
+        self.real, self.launches, self.opted_in = driver, [], []
+
+    def __getattr__(self, name):
+        if not re.match("cu[A-Z]", name):
+            return getattr(self.real, name)
+        answers = {"cuDeviceGetCount": 1, "cuStreamCreate": self.real.CUstream(7), "cuFuncGetAttribute": 24}
+        return lambda *_: (self.real.CUresult.CUDA_SUCCESS, answers.get(name, 0))
+
+    def cuDeviceGetAttribute(self, attribute, _):
+        value = {"COMPUTE_CAPABILITY_MAJOR": 9, "COMPUTE_CAPABILITY_MINOR": 0, "MULTIPROCESSOR_COUNT": 132}
+        short = attribute.name.removeprefix("CU_DEVICE_ATTRIBUTE_")
+        return self.real.CUresult.CUDA_SUCCESS, value.get(short, 232448)
+
+    def cuFuncSetAttribute(self, _, name, value):
+        self.opted_in.append((name.name, value))
+        return (self.real.CUresult.CUDA_SUCCESS,)
+
+    def cuLaunchKernelEx(self, config, _, parameters, __):
+        pointers = (ctypes.c_void_p * 5).from_address(parameters)
+        values = [t.from_address(p).value for t, p in zip(self.types, pointers, strict=True)]
+        self.launches.append((config, values))
+        return (self.real.CUresult.CUDA_SUCCESS,)
+
+
+@needs_nvrtc
+def test_a_launch_says_to_the_driver_what_was_asked(monkeypatch):
+    driver = StubDriver()
+    driver.types = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_float, ctypes.c_uint64, ctypes.c_int]
+    monkeypatch.setattr(launch, "_driver", lambda: driver)
+    device = launch.CudaDevice()
+    assert (device.arch, device.sms, device.shared_limit) == ("sm_90a", 132, 232448)
+    function = device.function(SAMPLES / "rmsnorm.cu", "rmsnorm")
+    array = type("Array", (), {"__cuda_array_interface__": {"data": (1 << 40, False), "strides": None}})()
+    args = [array, 5, 1e-6, None, -3]
+    device.launch(function, 16, (32, 2), 0, args)
+    device.launch(function, (8, 2), 64, 60000, args, cluster=4, cooperative=True, dependent=True, stream=9)
+    device.launch(function, 1, 64, 50000, args)
+    (plain, values), (full, _), _ = driver.launches
+    assert values == [1 << 40, 5, ctypes.c_float(1e-6).value, 0, -3]
+    assert (plain.gridDimX, plain.gridDimY, plain.blockDimX, plain.blockDimY) == (16, 1, 32, 2)
+    assert (plain.numAttrs, int(plain.hStream), plain.sharedMemBytes) == (0, 7, 0)
+    assert (full.gridDimX, full.gridDimY, int(full.hStream), full.sharedMemBytes) == (8, 2, 9, 60000)
+    kinds = [a.id.name.removeprefix("CU_LAUNCH_ATTRIBUTE_") for a in full.attrs]
+    assert kinds == ["CLUSTER_DIMENSION", "COOPERATIVE", "PROGRAMMATIC_STREAM_SERIALIZATION"]
+    cluster, cooperative, dependent = (a.value for a in full.attrs)
+    assert (cluster.clusterDim.x, cluster.clusterDim.y, cluster.clusterDim.z) == (4, 1, 1)
+    assert cooperative.cooperative == dependent.programmaticStreamSerializationAllowed == 1
+    assert driver.opted_in == [("CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES", 60000)]
+    with pytest.raises(
+        UserError, match="asks for 232472 bytes of shared memory a block, the limit here is 232448"
+    ):
+        device.launch(function, 1, 64, 232448, args)
+    with pytest.raises(UserError, match="does not divide grid"):
+        device.launch(function, 9, 64, 0, args, cluster=2)
 
 
 def test_ptx_lives_in_the_wrappers_only():
