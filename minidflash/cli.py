@@ -161,7 +161,7 @@ def main(argv=None):
         say(f"minidflash: not enough memory: {error}" if str(error) else "minidflash: not enough memory")
         say("  hint: lower --ctx; minidflash info says what is needed")
         return 3
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 the last resort: one line, no traceback
         if is_verbose:
             traceback.print_exc()
         reason = " ".join(str(error).split())[:300]

@@ -9,6 +9,7 @@ import numpy as np
 from .config import check_pair, read_drafter, read_target
 from .drafter import draft
 from .errors import UserError
+from .fit import fitting_context, weight_bytes
 
 
 @dataclass
@@ -76,6 +77,7 @@ def load(
         raise UserError(
             f"device {device}: only GPUs are counted, and {backend} is the CPU", "leave out --device"
         )
+    ops = open_ops(backend, activations, **backend_options)  # first: what cannot run here need not be fetched
     files = open_checkpoint(target, "target", revision, offline, progress)
     config = read_target(files.config, files.generation)
     bound = names.bind_target(config, files.tensors)
@@ -86,8 +88,9 @@ def load(
         draft_bound = names.bind_drafter(draft_config, draft_files.tensors)
         check_pair(config, draft_config)
     tokenizer = open_tokenizer(files.folder)
-    ops = open_ops(backend, activations, **backend_options)
-    ctx = context_length(config, draft_config, ctx)
+    limit = context_length(config, draft_config, ctx)
+    weights = weight_bytes(bound) + (weight_bytes(draft_bound) if draft_bound else 0)
+    ctx = ctx or fitting_context(ops, config, draft_config, limit, weights, prefill_chunk)
     block = draft_config.block if draft_config else 1
     model = build(ops, config, bound, ctx + max(block, 64), progress)
     if "head" not in model.weights:

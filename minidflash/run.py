@@ -105,6 +105,8 @@ def show_prompt(engine, prompt, request):
 
 def warn(args, engine, request):
     """What a user should know before the text comes, each on one line of stderr."""
+    from .engine import context_length
+
     if args.quiet:
         return
     if args.drafter is None and engine.drafter is None:
@@ -113,6 +115,11 @@ def warn(args, engine, request):
         trained = engine.drafter.config.block
         say(f"minidflash: block {request.block} is wider than the {trained} this drafter was trained on: expect fewer "
             "accepted drafts")  # fmt: skip
+    allowed = context_length(engine.target.config, engine.drafter and engine.drafter.config, None)
+    if args.ctx is None and engine.ctx < allowed:
+        say(
+            f"minidflash: context {engine.ctx} of {allowed} positions: what memory holds (--ctx N takes more)"
+        )
     if engine.tokenizer is None and not args.json:
         say("minidflash: no tokenizer in this checkpoint: token ids are printed")
 

@@ -47,10 +47,11 @@ def is_terminal(stream):
         return False
 
 
+STYLES = {"kept": "34", "own": "1", "rejected": "9;33", "faint": "2"}  # blue, bold, struck out orange
+
+
 class Paint:
     """ANSI styles, or nothing where they do not belong: NO_COLOR set, or no terminal. Source: no-color.org."""
-
-    STYLES = {"kept": "34", "own": "1", "rejected": "9;33", "faint": "2"}  # blue, bold, struck out orange
 
     def __init__(self, stream):
         self.is_on = (
@@ -58,7 +59,7 @@ class Paint:
         )
 
     def __call__(self, style, text):
-        return f"\033[{self.STYLES[style]}m{text}\033[0m" if self.is_on and text else text
+        return f"\033[{STYLES[style]}m{text}\033[0m" if self.is_on and text else text
 
 
 class Progress:

@@ -136,9 +136,10 @@ def summary(lines):
     if widest <= 1:
         return [f"{tokens} tokens, plain decoding, {duration(seconds)}"]
     stats = Stats.of(rounds, widest)
-    found = [f"{tokens} tokens in {stats.round_count} rounds: tau {stats.tau:.2f} (the target's own token counted), "
-             f"{stats.accepted} of {stats.drafted} drafts accepted, {duration(seconds)}"]  # fmt: skip
+    found = (
+        f"{tokens} tokens in {stats.round_count} rounds: tau {stats.tau:.2f} (the target's own token counted), "
+        f"{stats.accepted} of {stats.drafted} drafts accepted, {duration(seconds)}"
+    )
     bars = "".join(BARS[round(8 * a)] if a is not None else "-" for a in stats.acceptance_by_position)
     numbers = " ".join("-" if a is None else f"{a:.2f}" for a in stats.acceptance_by_position)
-    found.append(f"accepted / reached by position 1..{widest - 1}: {bars}  {numbers}")
-    return found
+    return [found, f"accepted / reached by position 1..{widest - 1}: {bars}  {numbers}"]

@@ -1,0 +1,82 @@
+"""`minidflash kernels`: the signature table, and one row of it explained."""
+
+import re
+from importlib import resources
+
+from .errors import UserError
+from .terminal import write
+
+TYPES = {
+    "A": "activations", "W": "a weight, stored dtype and layout", "f32": "f32", "i32": "i32",
+}  # fmt: skip
+
+
+def kernels(args, interrupt=None):
+    """Run the subcommand. Returns the exit code. Errors: UserError for an unknown kernel."""
+    from minidflash.kernels.table import ROWS, TABLE
+
+    if args.name is None:
+        width = max(map(len, ROWS))
+        write("".join(f"{name:<{width}}  {text}\n" for name, text in TABLE.items()))
+        return 0
+    if args.name not in ROWS:
+        raise UserError(f"no kernel {args.name!r} in the table", "there are: " + ", ".join(ROWS))
+    write("\n".join(explain(ROWS[args.name])) + "\n")
+    return 0
+
+
+def explain(row):
+    """Lines about a row: what it computes, every argument, the files that implement it."""
+    from minidflash.kernels import oracle
+
+    truth = (getattr(oracle, row.name).__doc__ or "").strip()
+    yield f"{row.name}: " + "\n".join(line.strip() for line in truth.splitlines())
+    yield ""
+    for arg in row.args:
+        shape = f"[{', '.join(arg.dims)}]" if arg.dims else ""
+        role = "read and written" if arg.inplace else "written" if arg in row.outputs else "read"
+        more = ", may be None" if arg.optional else ""
+        kind = f"{arg.type}{shape}"
+        yield f"  {arg.name:<10}{kind:<18}{role}{more}" + (
+            "" if arg.dims or arg.type == "W" else ", a number"
+        )
+    yield ""
+    letters = dim_letters()
+    used = sorted({c for arg in row.args for dim in arg.dims or () for c in re.findall(r"[A-Z]", dim)})
+    yield "  dims: " + ", ".join(f"{c} {letters.get(c, '?')}" for c in used)
+    kinds = {arg.type for arg in row.args if arg.dims or arg.type == "W"}
+    yield "  types: " + ", ".join(f"{kind} is {TYPES[kind]}" for kind in ("A", "W") if kind in kinds)
+    yield ""
+    for backend, files in implementations(row.name).items():
+        yield f"  {backend:<9}{', '.join(files) or 'not there yet'}"
+
+
+def dim_letters():
+    """Dim letter -> meaning, as the table's own text says it."""
+    from minidflash.kernels import table
+
+    listed = re.search(r"Dims are letters \((.*?)\)", table.__doc__, re.DOTALL)
+    words = " ".join(listed[1].split()) if listed else ""
+    return dict(re.findall(r"([A-Z]) ([^,)]+)", words))
+
+
+def implementations(name):
+    """Backend -> the files under kernels/ that define this row."""
+    root = resources.files("minidflash.kernels")
+    defined = re.compile(rf"^def {name}\(", re.MULTILINE)
+    found = {"oracle": [], "numba": [], "cuda": []}
+    for backend, folder, ending in (("oracle", "", ".py"), ("numba", "cpu", ".py"), ("cuda", "cuda", ".cu")):
+        place = root / folder if folder else root
+        for file in sorted(place.iterdir(), key=lambda f: f.name) if place.is_dir() else ():
+            if backend == "oracle":
+                fits = file.name.startswith("oracle") and defined.search(file.read_text(encoding="utf-8"))
+            elif backend == "numba":
+                fits = file.name.endswith(ending) and defined.search(file.read_text(encoding="utf-8"))
+            else:
+                fits = file.name.endswith(ending) and re.search(
+                    rf"__global__\s+void\s+(__\w+__\([^)]*\)+\s+)?{name}\w*\s*\(",
+                    file.read_text(encoding="utf-8"),
+                )
+            if fits:
+                found[backend].append(f"kernels/{folder + '/' if folder else ''}{file.name}")
+    return found
