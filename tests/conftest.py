@@ -1,0 +1,77 @@
+"""Fixtures of all tests: `ops` on every backend with both activation types, seeds, golden folders."""
+
+import os
+from functools import lru_cache
+
+import numpy as np
+import pytest
+from minidflash.kernels import open_ops
+
+from minidflash.errors import UserError
+from tests import golden_files
+
+BACKENDS = "oracle", "numba", "emulate", "cuda"
+
+
+def known_backends():
+    """The backends that open_ops names in its refusal of one that does not exist."""
+    with pytest.raises(UserError) as refusal:
+        open_ops("none of them")
+    return [name for name in BACKENDS if name in refusal.value.hint]
+
+
+@lru_cache
+def _opened(backend, activations, options):
+    try:
+        return open_ops(backend, activations, **dict(options))
+    except UserError as error:
+        return error
+
+
+def open_or_skip(backend, activations, **options):
+    """Ops of a backend, opened once. Skips in words where the machine lacks it; in CI only the GPU may be absent."""
+    found = _opened(backend, activations, tuple(sorted(options.items())))
+    if isinstance(found, UserError):
+        words = f"backend {backend} cannot run here: {found}; {found.hint}"
+        if os.environ.get("CI") and backend != "cuda":
+            pytest.fail(words)
+        pytest.skip(words)
+    return found
+
+
+def parameters(backends=None, activations=("f32", "bf16")):
+    """pytest parameters (backend, activations), with the mark that GPU tests carry."""
+    marks = {"cuda": [pytest.mark.gpu]}
+    return [
+        pytest.param((name, kind), id=f"{name}-{kind}", marks=marks.get(name, []))
+        for name in known_backends()
+        if backends is None or name in backends
+        for kind in activations
+    ]
+
+
+def pytest_generate_tests(metafunc):
+    """`ops`: every backend with both activation types, unless the test or its fixtures say otherwise."""
+    if "ops" in metafunc.fixturenames and not any(
+        mark.name == "parametrize" and "ops" in str(mark.args[0]).replace(" ", "").split(",")
+        for mark in metafunc.definition.iter_markers()
+    ):
+        metafunc.parametrize("ops", parameters(), indirect=True)
+
+
+@pytest.fixture
+def ops(request):
+    """Ops of one backend and activation type."""
+    return open_or_skip(*request.param)
+
+
+@pytest.fixture
+def rng(request):
+    """A generator seeded by the test's name, so that adding a test changes no other."""
+    return np.random.default_rng(list(request.node.name.encode()))
+
+
+@pytest.fixture
+def golden():
+    """name -> folder of a golden case; a failure, not a skip, in CI."""
+    return golden_files.golden

@@ -1,0 +1,106 @@
+"""head: the smallest argmax among the first `limit` ids, for the picked rows only."""
+
+import numpy as np
+import pytest
+
+from tests.cases import JUNK, Make, Matrix, dot_terms, normed, run, stored, truth
+from tests.compare import EPS32
+
+EPS = 1e-6
+
+
+def make(ops, rng, T, D, V, weights="bf16", pick=None, limit=None):
+    make = Make(rng, ops.activations, weights)
+    pick = np.arange(T, dtype=np.int32) if pick is None else np.array(pick, np.int32)
+    return {
+        "x": make.a(T, D), "pick": pick, "norm": make.v(D, around=1), "eps": EPS, "w": make.w(V, D),
+        "limit": limit or V, "ids": np.full(T, JUNK["i32"], np.int32),
+    }  # fmt: skip
+
+
+def logits(case):
+    return normed(case["x"], case["norm"], EPS) @ case["w"].real.T
+
+
+@pytest.mark.parametrize("weights", ["bf16", "f32"])
+@pytest.mark.parametrize(
+    "T, D, V", [(1, 576, 5003), (16, 576, 384), (5, 123, 77), (17, 80, 509), (3, 37, 1), (1, 4096, 320)]
+)
+def test_matches_oracle(ops, rng, T, D, V, weights):
+    case = make(ops, rng, T, D, V, weights)
+    y = normed(case["x"], case["norm"], EPS)
+    case["w"] = Matrix(case["w"].array.copy())
+    for t in range(T):  # the answer of row t is clear: its own direction is one of the head's rows
+        case["w"].array[(7 * t + 3) % V] = stored(y[t] / np.sqrt(D), weights)
+    top = np.sort(logits(case), axis=1)[:, ::-1]
+    slack = 16 * EPS32 * dot_terms(y, case["w"]).max()
+    assert V == 1 or (top[:, 0] - top[:, 1] > 10 * slack).all(), "near-ties: choose other data"
+    got = run(ops, "head", case)["ids"]
+    assert got.tolist() == truth("head", case)["ids"].tolist() == logits(case).argmax(1).tolist()
+
+
+@pytest.mark.parametrize(
+    "pick", [[0], [4, 1], [3, 0, 2], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 17]]
+)
+def test_only_picked_rows_are_written(ops, rng, pick):
+    case = make(ops, rng, 18, 40, 61, pick=pick)
+    got = run(ops, "head", case)["ids"]
+    assert got[pick].tolist() == logits(case)[pick].argmax(1).tolist()
+    assert (np.delete(got, pick) == JUNK["i32"]).all()
+
+
+def test_nothing_picked_writes_nothing(ops, rng):
+    got = run(ops, "head", make(ops, rng, 3, 40, 61, pick=[]))["ids"]
+    assert (got == JUNK["i32"]).all()
+
+
+@pytest.mark.parametrize("limit", [1, 15, 16, 17, 60])
+def test_ids_from_the_limit_on_are_never_chosen(ops, rng, limit):
+    case = make(ops, rng, 5, 40, 61, limit=limit)
+    case["w"].array[limit:] = stored(normed(case["x"], case["norm"], EPS)[0] * 9, "bf16")
+    assert logits(case)[0].argmax() >= limit
+    got = run(ops, "head", case)["ids"]
+    assert got.tolist() == logits(case)[:, :limit].argmax(1).tolist()
+
+
+@pytest.mark.parametrize("same", [(3, 4), (15, 16), (0, 60), (17, 33, 49), (5, 21)])
+def test_ties_go_to_the_smallest_id(ops, rng, same):
+    case = make(ops, rng, 3, 40, 61)
+    best = stored(normed(case["x"], case["norm"], EPS)[1], "bf16")
+    for row in same:
+        case["w"].array[row] = best
+    assert run(ops, "head", case)["ids"][1] == min(same)
+
+
+def test_all_equal_gives_zero(ops, rng):
+    case = make(ops, rng, 5, 40, 61)
+    case["x"][:] = 0
+    assert run(ops, "head", case)["ids"].tolist() == [0] * 5
+
+
+@pytest.mark.parametrize("bad", [0, 7, 16, 60])
+def test_nan_is_never_chosen(ops, rng, bad):
+    case = make(ops, rng, 3, 40, 61)
+    case["w"].array[bad] = stored(np.nan, "bf16")
+    wanted = np.nan_to_num(logits(case), nan=-np.inf).argmax(1)
+    got = run(ops, "head", case)["ids"]
+    assert got.tolist() == wanted.tolist() and bad not in got
+    case["w"].array[:] = stored(np.nan, "bf16")
+    assert run(ops, "head", case)["ids"].tolist() == [0, 0, 0], "nothing to choose: an id in range"
+
+
+def test_negative_logits_have_a_largest_too(ops, rng):
+    case = make(ops, rng, 1, 40, 61)
+    y = normed(case["x"], case["norm"], EPS)[0]
+    case["w"] = Matrix(stored(-np.outer(1 + (np.arange(61) * 7) % 61, y), "bf16"))
+    assert run(ops, "head", case)["ids"].tolist() == [0] == logits(case).argmax(1).tolist()
+
+
+def test_the_norm_decides(ops, rng):
+    """F05: a norm scale that turns the ranking round; without it the other id wins."""
+    case = make(ops, rng, 1, 2, 2) | {
+        "x": stored([[3.0, 2.0]], ops.activations), "norm": np.array([0.5, 2], np.float32),
+        "w": Matrix(stored(np.eye(2), "bf16")),
+    }  # fmt: skip
+    assert run(ops, "head", case)["ids"].tolist() == [1]
+    assert truth("head", case | {"norm": np.ones(2, np.float32)})["ids"].tolist() == [0]
