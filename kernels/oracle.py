@@ -139,9 +139,13 @@ def _swiglu(y):
 
 
 def head(x, pick, norm, eps, w, limit, ids, work):
-    """ids[r] = the smallest argmax of (W n(x[r]))[:limit] for every r in pick."""
+    """ids[r] = the smallest argmax of (W n(x[r]))[:limit] for every r in pick; a NaN never wins.
+
+    Compared as f32: NumPy adds up equal rows of W in different orders, and only rounded do they tie.
+    """
     for r in pick:
-        ids[r] = np.argmax(linear(rmsnorm(real(x[r]), norm, eps), matrix(w))[:limit])
+        logits = linear(rmsnorm(real(x[r]), norm, eps), matrix(w))[:limit].astype(np.float32)
+        ids[r] = np.argmax(np.where(np.isnan(logits), -np.inf, logits))
 
 
 def head_logits(x, norm, eps, w, work):
