@@ -1,7 +1,7 @@
-""".cu -> cubin (NVRTC, by card, cached on disk) -> launch. Nothing of CUDA is imported before it is asked for.
+""".cu -> cubin (NVRTC, by card, cached on disk) -> launch. Nothing of CUDA is imported before it is needed.
 
-Compiling needs NVRTC alone, so every kernel can be compiled for every card without a GPU; CudaDevice needs the
-driver. CudaDevice and emulate.EmulatedDevice have one interface: a backend is written once over either.
+Compiling needs NVRTC alone, so every kernel can be compiled for every card without a GPU; CudaDevice needs
+the driver. CudaDevice and emulate.EmulatedDevice have one interface: a backend is written once over either.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ _ON_CPU = "use --backend numba"
 
 
 def choose_arch(major, minor):
-    """The NVRTC target of a compute capability. Errors: UserError, code 3, for cards without a variant here."""
+    """The NVRTC target of a compute capability. Errors: UserError, code 3, for cards without a variant."""
     arch = ARCHES.get((major, minor))
     if arch is None:
         known = ", ".join(f"{a}.{b}" for a, b in ARCHES)
@@ -66,10 +66,16 @@ def _driver():
         raise UserError("no NVIDIA driver (libcuda.so.1) on this machine", hint=_ON_CPU, code=3) from error
     if result != 0:
         raise UserError(f"the NVIDIA driver finds no usable GPU ({result.name})", hint=_ON_CPU, code=3)
-    (_, version) = driver.cuDriverGetVersion()
+    _, version = driver.cuDriverGetVersion()
+    have = f"{version // 1000}.{version % 1000 // 10}"
+    if version < 13000:
+        raise UserError(
+            f"the NVIDIA driver supports CUDA {have}, 13.0 is needed",
+            hint=f"install driver 580 or newer, or {_ON_CPU}",
+            code=3,
+        )
     _, (major, minor) = _nvrtc()
     if (major, minor) > (version // 1000, version % 1000 // 10):
-        have = f"{version // 1000}.{version % 1000 // 10}"
         raise _missing(
             f"NVRTC {major}.{minor} is newer than the driver's CUDA {have}", f"nvidia-cuda-nvrtc=={have}.*"
         )
@@ -77,7 +83,7 @@ def _driver():
 
 
 def _header_folder(version):
-    """CUDA's headers from the runtime wheel, of NVRTC's version: other headers give type errors inside them."""
+    """The runtime wheel's headers, of NVRTC's version: with others come type errors from inside them."""
     package = f"nvidia-cuda-runtime=={version[0]}.{version[1]}.*"
     spec = importlib.util.find_spec("nvidia")
     for root in (spec and spec.submodule_search_locations) or ():
@@ -117,7 +123,8 @@ def compile_cubin(file, arch, defines=None):
     """Compile a .cu for one card, or take it from the cache.
 
     file: a name in kernels/cuda or a path. arch: "sm_90a", ... defines: {macro: value}, for -D.
-    Returns (cubin bytes, log text). Errors: UserError for what is not installed; RuntimeError with NVRTC's words.
+    Returns (cubin bytes, log text). Errors: UserError for what is not installed; RuntimeError with NVRTC's
+    words for what does not compile.
     """
     path = source.find(file)
     texts = source.texts(path)
@@ -164,7 +171,7 @@ def _compile(nvrtc, path, text, options):
 
 
 class CudaFunction:
-    """One loaded kernel: name, parameters, static shared memory in bytes, registers and local bytes a thread."""
+    """One loaded kernel: name, parameters, static shared bytes a block, registers, local bytes a thread."""
 
     def __init__(self, name, parameters, handle, shared, registers, local_bytes):
         self.name = name
@@ -258,11 +265,11 @@ class CudaDevice:
     ):
         """Start a kernel; returns at once.
 
-        grid, block, cluster: ints or tuples; the grid counts blocks, not clusters. shared: dynamic bytes a block.
-        args: CuPy arrays or device addresses for pointers, numbers for scalars. dependent: may start while the
-        launch before it in the stream still runs; the kernel then calls griddep_wait. stream: another stream than
-        the device's own, as an int, a CuPy stream or anything with __cuda_stream__.
-        Errors: UserError for limits of the card, TypeError for arguments, RuntimeError with the driver's code.
+        grid, block, cluster: ints or tuples; the grid counts blocks, not clusters. shared: dynamic bytes a
+        block. args: CuPy arrays or device addresses for pointers, numbers for scalars. dependent: may start
+        while the launch before it in the stream still runs; the kernel then calls griddep_wait. stream: one
+        other than the device's own, as an int, a CuPy stream or anything with __cuda_stream__.
+        Errors: UserError for the card's limits, TypeError for arguments, RuntimeError with the driver's code.
         """
         driver = self._driver
         grid, block, cluster = (
@@ -321,7 +328,7 @@ class CudaDevice:
         return attributes
 
     def synchronize(self):
-        """Until the device's stream is empty. Errors: RuntimeError with the code of what a kernel did wrong."""
+        """Until the device's stream is empty. Errors: RuntimeError with the code of a kernel's fault."""
         self._enter()
         self._do(self._driver.cuStreamSynchronize(self._driver.CUstream(self.stream)))
 

@@ -28,7 +28,7 @@ _SCALARS = {
 
 @dataclass(frozen=True)
 class Parameter:
-    """One kernel parameter: its name, a ctypes type for a scalar or None for a pointer, and pointer-to-const."""
+    """One kernel parameter: its name, its ctypes type or None for a pointer, whether it points to const."""
 
     name: str
     scalar: object
@@ -44,7 +44,7 @@ def find(file):
 
 
 def texts(path):
-    """{path: text} of a source and of every quoted include of ours, found beside the includer or in kernels/cuda.
+    """{path: text} of a source and of its quoted includes, found beside the includer or in kernels/cuda.
 
     path: absolute. Includes which are not files of ours (angle brackets) are not read.
     """
@@ -106,7 +106,7 @@ def pack(kernel, wanted, given, address):
     """Kernel arguments as ctypes objects, checked against the parameters.
 
     kernel: its name, for messages. wanted: Parameters. given: what the caller passed; None is a null pointer.
-    address: function of (parameter, argument) that returns a pointer as an int. Returns a list of ctypes scalars.
+    address: function of (parameter, argument) that gives a pointer as an int. Returns ctypes scalars.
     Errors: TypeError for a wrong count or kind, OverflowError for an integer that does not fit.
     """
     if len(wanted) != len(given):
@@ -143,7 +143,8 @@ def check_shared(kernel, fixed, dynamic, limit):
     """Refuse more shared memory than a block of this device can have; fixed and dynamic in bytes."""
     if fixed + dynamic > limit:
         raise UserError(
-            f"kernel {kernel} asks for {fixed + dynamic} bytes of shared memory a block, the limit here is {limit}",
+            f"kernel {kernel} asks for {fixed + dynamic} bytes of shared memory a block, "
+            f"the limit here is {limit}",
             hint="use smaller tiles or fewer stages",
             code=3,
         )

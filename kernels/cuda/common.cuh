@@ -76,6 +76,9 @@ __device__ __forceinline__ float from_f32<float>(float x) {
     return x;
 }
 
+/* NVRTC knows no INFINITY. */
+__device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }
+
 __device__ __forceinline__ float low_f32(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high_f32(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
 

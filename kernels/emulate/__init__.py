@@ -14,10 +14,10 @@ Arithmetic is the host's, without contraction; mma_bf16 is one fma a k, ascendin
 Misaligned or out-of-bounds accesses of arrays of known size, overflows and wild pointers are errors too. For
 accesses just past a buffer there is ASan: it must be loaded before Python's own libraries, so it takes a new
 process, `subprocess.run([sys.executable, ...], env=emulate.sanitizer_environment())`, which sets
-MINIDFLASH_SANITIZE=1 and LD_PRELOAD; then every kernel is built with ASan and UBSan and every NumPy buffer has
-guard zones. A report ends that process.
-Not emulated: a loop that polls plain memory, ended after EmulatedDevice.patience (use load_acquire, which lets
-other threads run); wgmma and tcgen05; kernels whose signature a macro writes.
+MINIDFLASH_SANITIZE=1 and LD_PRELOAD; then every kernel is built with ASan and UBSan and every NumPy buffer
+has guard zones. A report ends that process.
+Not emulated: a loop that polls plain memory, ended after EmulatedDevice.patience (use load_acquire, which
+lets other threads run); wgmma and tcgen05; kernels whose signature a macro writes.
 """
 
 import ctypes
@@ -38,7 +38,7 @@ _lock = threading.Lock()  # the runtime holds one launch at a time
 
 
 class EmulationError(RuntimeError):
-    """A kernel did what would hang, trap or be undefined on a GPU. The message says which thread and where."""
+    """A kernel did what would hang, trap or be undefined on a GPU; the message says which thread, where."""
 
 
 class _Span(ctypes.Structure):
@@ -65,7 +65,10 @@ class _Request(ctypes.Structure):  # scheduler.h has the same
 
 
 class EmulatedFunction:
-    """One kernel of a built .cu: its name, parameters and static shared memory in bytes."""
+    """One kernel of a built .cu: its name, parameters and static shared memory in bytes.
+
+    The whole file's kernels share one layout, so `shared` may be more than this kernel's own.
+    """
 
     def __init__(self, name, parameters, library, path):
         self.name = name
@@ -159,7 +162,7 @@ class EmulatedDevice:
         self._launches += 1
         with _lock:
             failed = self._runtime.emulate_launch(ctypes.byref(request))
-        # A dependent kernel that never waits does not cover what came before it: the next one must not read it.
+        # A dependent kernel that never waits does not cover what came before it: the next must not read that.
         self._written = (before if dependent and not request.has_waited else []) + written
         if failed:
             self._written = []
@@ -183,7 +186,8 @@ class EmulatedDevice:
         resident = max(per_sm, 1) * self.sms
         if cooperative and blocks > resident:
             raise UserError(
-                f"kernel {function.name}: a cooperative launch of {blocks} blocks, the device holds {resident} at once",
+                f"kernel {function.name}: a cooperative launch of {blocks} blocks, "
+                f"the device holds {resident} at once",
                 hint="launch fewer blocks",
                 code=3,
             )

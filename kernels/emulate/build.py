@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import threading
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -19,13 +20,15 @@ _RUNTIME = ("switch.cpp", "scheduler.cpp", "hardware.cpp")
 
 # No contraction: an fma happens where the source says fmaf. No aliasing rules: kernels read memory as uint4.
 _FLAGS = ["-std=c++20", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-strict-aliasing", "-g1",
-          "-fno-extern-tls-init", "-ftls-model=global-dynamic", "-fstack-clash-protection", "-Wall", "-Wno-unknown-pragmas",
+          "-fno-extern-tls-init", "-ftls-model=global-dynamic", "-fstack-clash-protection",
+          "-Wall", "-Wno-unknown-pragmas",
           "-Wno-unused-function", "-Wno-unused-variable", "-Wno-unused-but-set-variable"]  # fmt: skip
 # The checks that cost little and find what a GPU would trap on or get wrong; each is one conditional jump.
 _TRAPS = ["-fsanitize=alignment,bounds,shift,signed-integer-overflow,integer-divide-by-zero,vla-bound",
           "-fsanitize-undefined-trap-on-error"]  # fmt: skip
 _SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"]
 
+_lock = threading.Lock()
 _temporary = None  # holds libraries where there is no cache folder
 
 
@@ -36,7 +39,7 @@ def is_sanitized():
 
 @cache
 def compiler():
-    """(path, version text) of g++. Errors: UserError, code 3, where there is none or the processor is another."""
+    """(path, version text) of g++. Errors: UserError, code 3, without one or on another processor."""
     if platform.machine() != "x86_64":  # the fiber switch and the thread-local trick of entry.cpp
         raise UserError(
             f"the emulate backend is written for x86-64, this machine is {platform.machine()}",
@@ -95,7 +98,12 @@ def _check_sanitizer():
         )
 
 
-def _build(name, arguments, inputs, files=None):
+def _build(*what):
+    with _lock:  # one folder for the uncached, one g++ for what two threads ask for at once
+        return _build_locked(*what)
+
+
+def _build_locked(name, arguments, inputs, files=None):
     """Compile into the cache unless it is there; returns the library's path.
 
     inputs: strings that determine the result besides the arguments. files: {name: text} put where g++ runs.
@@ -148,7 +156,7 @@ def kernels(path, defines):
     path: the source. defines: {name: value} for -D. Needs runtime() to be loaded first.
     """
     texts = source.texts(path)
-    # Dynamic arrays share one address after all static ones; the assembler file comes last on the command line.
+    # Dynamic arrays share one address after all static ones: the assembler file comes last for the linker.
     dynamic = sorted(
         {n for t in texts.values() for n in re.findall(r"extern\s+__shared__[^;]*?(\w+)\s*\[\s*\]", t)}
     )
@@ -185,8 +193,8 @@ def kernels(path, defines):
         "kernels.cpp",
     ]
     flags += ["-x", "assembler", "places.s"]
-    headers = _texts("cuda_language.h", "fibers.h", "call.h", "entry.cpp", "emulated_common.h", "emulated_sm90.h",
-                     "emulated_sm100.h")  # fmt: skip
+    headers = [path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.h"))]
+    headers += _texts("entry.cpp")
     library = _build(
         path.stem, flags, [*headers, *texts.values()], {"kernels.cpp": text, "places.s": assembler}
     )

@@ -195,6 +195,7 @@ void fiber_ends(Fiber* fiber) {
     if (!block->barriers[0].count) settle_barrier(block, 0);
     settle_cluster(block->cluster);
     if (!block->alive) {
+        if (!block->bulk.empty()) fail("the block ends with %zu bulk copies under way", block->bulk.size());
         --block->cluster->alive_blocks;
         memset(block->shared, 0xff, launch.request->shared_bytes);  // gone for the rest of its cluster
     }

@@ -1,4 +1,4 @@
-"""Every .cu compiles for every card it is written for, keeps to registers, and holds the instructions it names.
+"""Every .cu compiles for every card it is for, keeps to registers, and holds the instructions it names.
 
 Needs NVRTC and nvdisasm (extra `test`), no GPU and no driver. Other kernel tests use assert_instructions too.
 """

@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import ml_dtypes
@@ -184,6 +185,15 @@ def place(text, nth=0):
     return f"mistakes.cu:{[i for i, line in enumerate(lines, 1) if text in line][nth]}"
 
 
+def test_a_kernel_that_never_waits_does_not_cover_what_came_before():
+    device, n = EmulatedDevice(), 32
+    x, y, z = np.ones(n, np.float32), np.zeros(n, np.float32), np.zeros(n, np.float32)
+    run(device, "grid.cu", "produce", 1, n, [x, y, n])
+    run(device, "grid.cu", "hand_over", 1, 64, [x, z], dependent=True)  # no griddep_wait in it
+    run(device, "grid.cu", "consume", 1, n, [x, y, z, n], defines={"TOO_EARLY": 1}, dependent=True)
+    assert np.isnan(z).all() and (y == 2).all()
+
+
 def mistake(name, args, block=64, grid=1, device=None):
     with pytest.raises(EmulationError) as caught:
         run(device or EmulatedDevice(), "mistakes.cu", name, grid, block, args)
@@ -207,6 +217,11 @@ def test_barrier_divergence_names_both_places():
 def test_lanes_in_different_operations():
     text = mistake("half_a_shuffle", [np.zeros(32, np.float32)], block=32)
     assert "a warp shuffle" in text and "__syncwarp" in text
+
+
+def test_a_bulk_copy_that_nobody_waits_for():
+    text = mistake("leaves_a_copy", [np.zeros(4, np.float32)], block=1)
+    assert "the block ends with 1 bulk copies under way" in text
 
 
 def test_wild_pointer_names_the_line():
@@ -264,13 +279,29 @@ def test_arguments_are_checked():
     with pytest.raises(TypeError, match="y is written, the array is read-only"):
         device.launch(function, 1, 8, 0, [x, fixed, 0])
     with pytest.raises(
-        UserError, match="asks for 300128 bytes of shared memory a block, the limit here is 232448"
+        UserError, match=r"asks for 3001\d\d bytes of shared memory a block, the limit here is 232448"
     ):
         device.launch(function, 1, 8, 300000, [x, x, 0])
     with pytest.raises(
         UserError, match="no kernel nothing in this source; it has waits_for_nobody, diverges"
     ):
         device.function(SAMPLES / "mistakes.cu", "nothing")
+
+
+def test_two_threads_launch_at_once_and_no_cache_is_needed(rng, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MINIDFLASH_CACHE", str(tmp_path / "file" / "under a file"))
+    w, x = rng.standard_normal((32, 96)).astype(BF16), rng.standard_normal((7, 96)).astype(BF16)
+    want = x.astype(np.float64) @ w.astype(np.float64).T
+
+    def work(seed):
+        device, y = EmulatedDevice(seed), np.zeros((7, 32), np.float32)
+        for _ in range(20):
+            run(device, "tiles.cu", "gemm_bulk", 2, 64, [pack_a(w), x, y, 7, 32, 96], 1536)
+        return np.abs(y - want).max() < 1e-3
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(4)))
 
 
 @pytest.mark.slow

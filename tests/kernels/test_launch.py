@@ -1,4 +1,4 @@
-"""The launcher on a real GPU: the emulator's samples, launch attributes, shared-memory limits, graph capture."""
+"""The launcher on a real GPU: the emulator's samples, launch attributes, shared memory, graph capture."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def device():
 
 @pytest.fixture
 def stream(device):
-    """CuPy's copies and allocations go to the device's own stream, which does not wait for the default one."""
+    """CuPy's copies go to the device's own stream, which does not wait for the default one."""
     import cupy
 
     with cupy.cuda.ExternalStream(device.stream) as stream:
@@ -120,7 +120,7 @@ def test_named_barrier(device, stream):
 
 
 def test_dependent_launches_and_graph_replay(device, stream):
-    """A captured chain of dependent launches, replayed with changed inputs, equals what it should each time."""
+    """A captured chain of dependent launches, replayed with changed inputs, is right each time."""
     import cupy
 
     n = 1 << 16

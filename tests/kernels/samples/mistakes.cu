@@ -54,6 +54,14 @@ extern "C" __global__ void overflows_stack(float* y, int depth) {
     y[0] = big[depth];
 }
 
+extern "C" __global__ void leaves_a_copy(const float* x) {
+    __shared__ __align__(16) float held[4];
+    __shared__ u64 barrier;
+    mbarrier_init(&barrier, 1);
+    mbarrier_arrive_expect(&barrier, 16);
+    bulk_load(held, x, 16, &barrier);
+}
+
 extern "C" __global__ void polls_plain_memory(const volatile int* flag, int* out) {
     while (*flag == 0) {
     }

@@ -19,8 +19,8 @@ extern "C" __global__ void rmsnorm(const bf16* x, const bf16* w, float eps, bf16
 
 /* Row maximum with its first place, and the plain maximum. */
 extern "C" __global__ void row_best(const ACTIVATION* x, float* value, int* index, float* largest, int D) {
-    Best best{-3.4e38f, 0};
-    float most = -3.4e38f;
+    Best best{-infinity(), 0};
+    float most = -infinity();
     for (int d = threadIdx.x; d < D; d += blockDim.x) {
         float v = to_f32(x[(size_t)blockIdx.x * D + d]);
         best = better(best, Best{v, d});
