@@ -14,8 +14,8 @@ __device__ __forceinline__ u32 shared_address(const void* pointer) {
 
 // ---- loads ----
 
-/* 16 bytes that are read once: keep them out of L1, fetch 256-byte sectors of L2. Not for data this launch
- * writes. */
+/* 16 bytes that are read once: keep them out of L1, fetch 256-byte sectors of L2. For memory that nobody
+ * writes while this kernel runs: weights, but not what a predecessor of a dependent launch writes. */
 __device__ __forceinline__ uint4 load_stream(const void* global) {
     uint4 v;
     asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -169,7 +169,9 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
 
 // ---- dependent launch ----
 
-/* Until the kernel before this one in the stream has ended and its writes are visible. */
+/* Until the kernel before this one in the stream has ended and its writes are visible. In a kernel that calls
+ * it, leave `__restrict__` off pointers to what the predecessor writes: with const it would turn their loads
+ * into read-only ones, which promise that nobody writes while this kernel runs. */
 __device__ __forceinline__ void griddep_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 /* The next kernel may start its blocks; it still waits for this one's end before it reads. */
