@@ -173,28 +173,32 @@ def inject(f, wkv, kv_bias, k_norm, eps, cos, sin, slot, pos, cache_k, cache_v, 
             store(v, cache_v[layer, slot[t], :, pos[t]])
 
 
-def stage(anchor, start, done, fill, ids, slot, pos, begin, end, row):
+def stage(anchor, start, fresh, done, fill, ids, slot, pos, begin, end, row):
     """Rows of one pass of width w = T/N: ids = [anchor, fill[1..w-1]] at start..start+w-1; done slots get pos -1.
 
-    begin, end: the block's first position and one past its last; row: where the row's taps go, slot * B + i.
+    begin, end: the block's first position and one past its last; row: where the row's taps go,
+    slot * B + fresh + i: behind the rows that wait for injection; -1 past the slot's B rows.
     """
     width = len(ids) // len(anchor)
     for n in range(len(anchor)):
         for i in range(width):
             r = n * width + i
             ids[r] = anchor[n] if i == 0 else fill[n, i]
-            slot[r], row[r] = n, n * fill.shape[1] + i
+            slot[r] = n
+            at = fresh[n] + i
+            row[r] = n * fill.shape[1] + at if at < fill.shape[1] else -1
             pos[r] = -1 if done[n] else start[n] + i
             begin[r], end[r] = start[n], start[n] + width
 
 
 def stage_context(start, fresh, slot, pos):
-    """Rows of the context features that wait: slot n, positions start-fresh .. start-1, then inactive rows."""
+    """Rows of the context features that wait: slot n, positions start-fresh .. start-1, then inactive rows. fresh becomes 0."""
     width = len(slot) // len(start)
     for n in range(len(start)):
         for i in range(width):
             slot[n * width + i] = n
             pos[n * width + i] = start[n] - fresh[n] + i if i < fresh[n] else -1
+        fresh[n] = 0
 
 
 STOPPED, OUT_OF_BUDGET = 1, 2  # record[:, 2]; 0 while the slot runs
@@ -212,7 +216,6 @@ def accept(drafts, choice, stop, start, anchor, fresh, left, done, record):
         record[n] = 0
         record[n, 3:] = -1
         if done[n]:
-            fresh[n] = 0
             continue
         own = choice[n * width : (n + 1) * width]
         kept = 0
@@ -226,7 +229,7 @@ def accept(drafts, choice, stop, start, anchor, fresh, left, done, record):
             if token in stop:
                 done[n] = STOPPED
         start[n] += emitted
-        fresh[n] = emitted
+        fresh[n] += emitted
         left[n] -= emitted
         if left[n] == 0 and not done[n]:
             done[n] = OUT_OF_BUDGET

@@ -26,9 +26,9 @@ TABLE = {
     "fuse": "taps:A[T,C] w:W[D,C] norm:f32[D] eps:f32 &work:f32[Z] -> f:A[T,D]",
     "inject": "f:A[T,D] wkv:W[L*2*G*K,D] kv_bias:f32[L*2*G*K]? k_norm:f32[L,K]? eps:f32 cos:f32[P,J] sin:f32[P,J] "
     "slot:i32[T] pos:i32[T] &cache_k:A[L,N,G,S,K] &cache_v:A[L,N,G,S,K] &work:f32[Z]",
-    "stage": "anchor:i32[N] start:i32[N] done:i32[N] fill:i32[N,B] -> "
+    "stage": "anchor:i32[N] start:i32[N] fresh:i32[N] done:i32[N] fill:i32[N,B] -> "
     "ids:i32[T] slot:i32[T] pos:i32[T] begin:i32[T] end:i32[T] row:i32[T]",
-    "stage_context": "start:i32[N] fresh:i32[N] -> slot:i32[T] pos:i32[T]",
+    "stage_context": "start:i32[N] &fresh:i32[N] -> slot:i32[T] pos:i32[T]",
     "accept": "drafts:i32[N,B] choice:i32[T] stop:i32[X] &start:i32[N] &anchor:i32[N] &fresh:i32[N] &left:i32[N] "
     "&done:i32[N] -> record:i32[N,B+3]",
 }

@@ -17,11 +17,10 @@ def inject(ops, model, s, taps, slot, pos):
     )  # fmt: skip
 
 
-def inject_fresh(ops, model, s, count):
-    """Inject the rows of the last verify pass that were kept. count: rows looked at, at least as many as wait."""
-    slot, pos = s.context_slot[:count], s.context_pos[:count]
-    ops.stage_context(s.start, s.fresh, slot, pos)
-    inject(ops, model, s, s.taps[:count], slot, pos)
+def inject_fresh(ops, model, s):
+    """Inject the context features that wait: the kept rows of the verify passes since the last injection."""
+    ops.stage_context(s.start, s.fresh, s.context_slot, s.context_pos)
+    inject(ops, model, s, s.taps[: s.slots * s.block], s.context_slot, s.context_pos)
 
 
 def draft(ops, engine, s, drafted_rows):
@@ -33,7 +32,17 @@ def draft(ops, engine, s, drafted_rows):
     model, target = engine.drafter, engine.target
     config, rows = model.config, s.draft_rows
     ops.stage(
-        s.anchor, s.start, s.done, s.masks, rows.ids, rows.slot, rows.pos, rows.begin, rows.end, rows.tap_row
+        s.anchor,
+        s.start,
+        s.fresh,
+        s.done,
+        s.masks,
+        rows.ids,
+        rows.slot,
+        rows.pos,
+        rows.begin,
+        rows.end,
+        rows.tap_row,
     )
     ops.embed(rows.ids, target.weights["embed"], 1.0, rows.x)
     for i, layer in enumerate(model.layers):

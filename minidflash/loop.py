@@ -7,7 +7,6 @@ import numpy as np
 
 from . import drafter as draft
 from . import target as verifier
-from .errors import UserError
 from .request import Request, release, reserve
 from .stats import Memory, Result, Round, Timing
 from .text import RoundText
@@ -56,26 +55,29 @@ def rounds_of(engine, request, timing):
     ops, texts = engine.ops, RoundText(engine.tokenizer, request.stop)
     if request.max_tokens == 0:
         return
-    begun = time.perf_counter()
     s = reserve(engine, request)
     try:
+        start_schedule(engine, s, request)
+        begun = time.perf_counter()
         prefill(engine, s, request)
         record = ops.download(s.record)[0]
         timing.prefill_s = timing.ttft_s = time.perf_counter() - begun
         reason = REASONS[int(record[2])]
         yield from texts.push(Round([int(record[3])], finish_reason=reason), reason is not None)
-        width, fresh = 1, 1
+        waiting = 0  # context features not injected yet, as s.fresh says
         while reason is None and not (texts.is_stopped or engine.is_interrupted):
             since = time.perf_counter()
             width = engine.schedule.choose(request)
-            program(engine, s, request.drafts, width, fresh).launch()
+            is_injecting = request.drafts and (width > 1 or waiting == s.block)
+            program(engine, s, request.drafts, width, is_injecting).launch()
             record = ops.download(s.record)[0]
             drafts = ops.download(s.drafts)[0, 1:width].tolist() if width > 1 else []
             seconds = time.perf_counter() - since
             emitted, accepted, why = (int(v) for v in record[:3])
-            engine.schedule.learn(request, width, accepted, seconds)
+            waiting = emitted if is_injecting else waiting + emitted
+            engine.schedule.learn(width, accepted, emitted, seconds)
             timing.decode_s += seconds
-            fresh, reason = width, REASONS[why]
+            reason = REASONS[why]
             if os.environ.get("MINIDFLASH_CHECK") == "1":
                 check(engine, s, request, record, drafts)
             tokens = record[3 : 3 + emitted].tolist()
@@ -87,11 +89,15 @@ def rounds_of(engine, request, timing):
         release(engine)
 
 
-def one_round(engine, s, drafts, width, fresh):
-    """The fixed list of kernel calls of a round (engine.md 2): inject, draft, verify, accept, commit, next anchor."""
+def one_round(engine, s, drafts, width, is_injecting):
+    """The fixed list of kernel calls of a round (engine.md 2): inject, draft, verify, accept, commit, next anchor.
+
+    A plain round lets its context feature wait (at most B do) and the next drafting round injects them together:
+    one read of fc and of the K and V projections for up to B features instead of one each.
+    """
     ops, taps = engine.ops, engine.drafter.config.taps if drafts else ()
-    if drafts:
-        draft.inject_fresh(ops, engine.drafter, s, s.slots * fresh)
+    if is_injecting:
+        draft.inject_fresh(ops, engine.drafter, s)
     if width > 1:
         picked = [n * s.block + i for n in range(s.slots) for i in range(1, width)]
         engine.propose(ops, engine, s, device_ids(ops, picked))
@@ -101,13 +107,29 @@ def one_round(engine, s, drafts, width, fresh):
     )
 
 
-def program(engine, s, drafts, width, fresh):
-    """The recorded round for a verify width; the rows that wait are 1 after a plain round, else up to B."""
-    fresh = 1 if fresh == 1 and s.slots == 1 else s.block
-    key = drafts, width, fresh
+def program(engine, s, drafts, width, is_injecting):
+    """The recorded round of this kind; recorded once, replayed from then on."""
+    key = drafts, width, is_injecting
     if key not in engine.programs:
-        engine.programs[key] = engine.ops.program(lambda: one_round(engine, s, drafts, width, fresh))
+        engine.programs[key] = engine.ops.program(lambda: one_round(engine, s, *key))
     return engine.programs[key]
+
+
+def start_schedule(engine, s, request):
+    """A new text for the schedule; the first `auto` on these buffers measures what rounds cost (part of jit_s)."""
+    engine.schedule.begin()
+    if request.verify != "auto" or engine.schedule.seconds:
+        return
+    since = time.perf_counter()
+
+    def launch(width):
+        for buffer, value in ((s.start, 0), (s.fresh, 0), (s.left, 2 * s.block), (s.done, 0), (s.anchor, 0)):
+            engine.ops.upload(buffer, np.array([value], np.int32))
+        program(engine, s, request.drafts, width, width > 1).launch()
+        engine.ops.download(s.record)
+
+    engine.schedule.measure(launch)
+    engine.jit_s += time.perf_counter() - since
 
 
 def prefill(engine, s, request):
@@ -151,7 +173,9 @@ def check(engine, s, request, record, drafts):
     emitted = int(record[0])
     assert 1 <= emitted <= s.block, f"a round emitted {emitted} tokens"
     assert start + 1 <= s.ctx, f"start {start} outside the context of {s.ctx}"
-    assert fresh == emitted, f"{fresh} fresh context rows after {emitted} tokens"
+    assert not request.drafts or emitted <= fresh <= s.block, (
+        f"{fresh} context features wait, {emitted} are new"
+    )
     assert anchor == int(record[2 + emitted]), f"anchor {anchor} is not the last token emitted"
     ids = [*record[3 : 3 + emitted].tolist(), *drafts]
     assert all(0 <= i < vocab for i in ids), f"ids outside 0..{vocab - 1}: {ids}"

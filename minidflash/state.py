@@ -43,7 +43,7 @@ def make_rows(ops, config, count):
 class State:
     """Everything a run changes, for N slots. Lengths and flags live on the device; kernels read and write them.
 
-    start: position of the anchor = rows in the target's cache. fresh: context features not injected yet.
+    start: position of the anchor = rows in the target's cache. fresh: context features that wait for injection, at most B.
     left: tokens the slot may still emit. done: 0, or why it ended (oracle.STOPPED, OUT_OF_BUDGET).
     drafts: [N, B]; column 0 is not used. record: what accept tells the host.
     """

@@ -28,7 +28,17 @@ def verify(ops, model, s, width, taps, all_rows):
     """Verify pass: [anchor, drafts[1..width-1]] of every slot; s.choice gets the target's token after each row."""
     rows = s.rows.first(s.slots * width)
     ops.stage(
-        s.anchor, s.start, s.done, s.drafts, rows.ids, rows.slot, rows.pos, rows.begin, rows.end, rows.tap_row
+        s.anchor,
+        s.start,
+        s.fresh,
+        s.done,
+        s.drafts,
+        rows.ids,
+        rows.slot,
+        rows.pos,
+        rows.begin,
+        rows.end,
+        rows.tap_row,
     )
     forward(ops, model, s, rows, taps)
     choose(ops, model, s, rows, all_rows, s.choice[: s.slots * width])

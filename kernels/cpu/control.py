@@ -6,7 +6,7 @@ STOPPED, OUT_OF_BUDGET = 1, 2
 
 
 @jit
-def _stage(anchor, start, done, fill, ids, slot, pos, begin, end, row):
+def _stage(anchor, start, fresh, done, fill, ids, slot, pos, begin, end, row):
     width = len(ids) // len(anchor)
     for n in range(len(anchor)):
         for i in range(width):
@@ -16,7 +16,8 @@ def _stage(anchor, start, done, fill, ids, slot, pos, begin, end, row):
             pos[r] = -1 if done[n] else start[n] + i
             begin[r] = start[n]
             end[r] = start[n] + width
-            row[r] = n * fill.shape[1] + i
+            at = fresh[n] + i
+            row[r] = n * fill.shape[1] + at if at < fill.shape[1] else -1
 
 
 def stage(backend, *args):
@@ -30,6 +31,7 @@ def _stage_context(start, fresh, slot, pos):
         for i in range(width):
             slot[n * width + i] = n
             pos[n * width + i] = start[n] - fresh[n] + i if i < fresh[n] else -1
+        fresh[n] = 0
 
 
 def stage_context(backend, *args):
@@ -51,7 +53,6 @@ def _accept(drafts, choice, stop, start, anchor, fresh, left, done, record):
         record[n, :3] = 0
         record[n, 3:] = -1
         if done[n]:
-            fresh[n] = 0
             continue
         own = choice[n * width : (n + 1) * width]
         kept = 0
@@ -64,7 +65,7 @@ def _accept(drafts, choice, stop, start, anchor, fresh, left, done, record):
                 done[n] = STOPPED
             emitted += 1
         start[n] += emitted
-        fresh[n] = emitted
+        fresh[n] += emitted
         left[n] -= emitted
         if left[n] == 0 and done[n] == 0:
             done[n] = OUT_OF_BUDGET
