@@ -51,7 +51,7 @@ class OracleBackend(HostBackend):
         """The oracle needs no workspace."""
         return 1
 
-    def weight(self, parts):
+    def weight(self, parts, role=""):
         """Plain `Weight` from checkpoint tensors stacked along rows."""
         data = np.concatenate([oracle.real(widen(p)).reshape(len(p.array), -1) for p in parts])
         for part in parts:

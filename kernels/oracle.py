@@ -209,14 +209,17 @@ def accept(drafts, choice, stop, start, anchor, fresh, left, done, record):
 
     choice[n*v + i]: the target's token after row i. The longest prefix with drafts[i+1] == choice[i] is kept, then
     the target's own token; the sum is cut at the budget and after the first stop id. record: tokens committed,
-    drafts kept before the cuts, why it ended, the tokens.
+    drafts kept before the cuts, why it ended, B tokens, then the B drafts that were looked at (column 0 is -1): all that
+    the host reads of a round.
     """
     width = len(choice) // len(start)
     for n in range(len(start)):
         record[n] = 0
         record[n, 3:] = -1
+        own_drafts = record[n, 3 + drafts.shape[1] :]
         if done[n]:
             continue
+        own_drafts[1:width] = drafts[n, 1:width]
         own = choice[n * width : (n + 1) * width]
         kept = 0
         while kept + 1 < width and drafts[n, kept + 1] == own[kept]:

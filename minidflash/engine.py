@@ -145,7 +145,7 @@ def build(ops, config, bound, positions, progress=None):
                 if kind == "kv":
                     own = parts
     for done, (name, parts) in enumerate(bound.items()):
-        value = ops.weight(parts) if len(parts[0].shape) == 2 else vector(ops, parts)
+        value = ops.weight(parts, name.rpartition(".")[2]) if len(parts[0].shape) == 2 else vector(ops, parts)
         nbytes += value.nbytes
         where, short = weights, name
         if name.startswith("layers."):
@@ -161,7 +161,7 @@ def build(ops, config, bound, positions, progress=None):
             if rows % TILE == 0:
                 layer["kv"] = weights["kv"].slice(i * rows, rows)
             else:  # its share cuts a packed group: a copy, which only odd toy sizes need
-                layer["kv"] = ops.weight(own[i])
+                layer["kv"] = ops.weight(own[i], "kv")
                 nbytes += layer["kv"].nbytes
             layer["k_norm"] = weights["k_norm"][i]
             if "kv_bias" in weights:

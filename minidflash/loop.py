@@ -71,7 +71,7 @@ def rounds_of(engine, request, timing):
             is_injecting = request.drafts and (width > 1 or waiting == s.block)
             program(engine, s, request.drafts, width, is_injecting).launch()
             record = ops.download(s.record)[0]
-            drafts = ops.download(s.drafts)[0, 1:width].tolist() if width > 1 else []
+            drafts = record[3 + s.block + 1 : 3 + s.block + width].tolist()
             seconds = time.perf_counter() - since
             emitted, accepted, why = (int(v) for v in record[:3])
             waiting = emitted if is_injecting else waiting + emitted

@@ -117,7 +117,7 @@ def make_state(ops, target, drafter, stop_ids, slots, ctx, block, chunk):
     }
     return State(
         slots, ctx, block, chunk, **i32, stop=stop, masks=masks, drafts=drafts, choice=ops.array((count,), "i32"),
-        record=ops.array((slots, block + 3), "i32"), rows=rows, draft_rows=draft_rows,
+        record=ops.array((slots, 2 * block + 3), "i32"), rows=rows, draft_rows=draft_rows,
         context_slot=ops.array((wide,), "i32"), context_pos=ops.array((wide,), "i32"), taps=taps, features=features,
         cache_k=cache_k, cache_v=cache_v, drafter_k=drafter_k, drafter_v=drafter_v, work=work, memory=memory,
     )  # fmt: skip

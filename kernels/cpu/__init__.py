@@ -53,7 +53,7 @@ class NumbaBackend(HostBackend):
     def a2(self, value):
         return self.none_a if value is None else value
 
-    def weight(self, parts):
+    def weight(self, parts, role=""):
         """Packed `Weight` [rows/16][cols][16] from checkpoint tensors stacked along rows, read once from the file."""
         arrays = [widen(p).reshape(len(p.array), -1) for p in parts]
         rows, cols = sum(len(a) for a in arrays), arrays[0].shape[1]

@@ -54,6 +54,8 @@ def _accept(drafts, choice, stop, start, anchor, fresh, left, done, record):
         record[n, 3:] = -1
         if done[n]:
             continue
+        for i in range(1, width):
+            record[n, 3 + drafts.shape[1] + i] = drafts[n, i]
         own = choice[n * width : (n + 1) * width]
         kept = 0
         while kept + 1 < width and drafts[n, kept + 1] == own[kept]:
