@@ -64,7 +64,7 @@ def _generate(parser):
 def _info(parser):
     add_pair(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    add_how(parser, max_tokens=256)
+    add_how(parser)
     add_machine(parser)
     parser.set_defaults(run=_lazy("info", "info"))
 
@@ -90,7 +90,7 @@ def _trace(parser):
 
 def _verify(parser):
     add_pair(parser)
-    how = add_how(parser, max_tokens=48)
+    how = add_how(parser, max_tokens=32)
     how.add_argument("--prompts", metavar="FILE", help="as in bench; the first of each kind is used")
     add_machine(parser)
     parser.set_defaults(run=_lazy("check", "verify"))

@@ -31,7 +31,7 @@ def generate(engine, prompt, **options):
     rounds, reason = [], None
     try:
         for r in rounds_of(engine, request, timing):
-            rounds.append(r)
+            rounds.append(r)  # noqa: PERF402 what came before Ctrl-C is kept
     except KeyboardInterrupt:
         reason = "interrupted"
     return finish(engine, request, rounds, timing, reason)

@@ -76,17 +76,18 @@ def add_pair(parser):
     return group
 
 
-def add_how(parser, max_tokens):
-    """How a run goes. max_tokens: default of -n. Returns the group."""
+def add_how(parser, max_tokens=None):
+    """How a run goes. max_tokens: default of -n; None leaves out what only a run needs. Returns the group."""
     from .request import WIDEST
 
     group = parser.add_argument_group("how")
-    group.add_argument("-n", "--max-tokens", metavar="N", type=whole(0), default=max_tokens,
-                       help="new tokens at most (default %(default)s)")  # fmt: skip
+    if max_tokens is not None:
+        group.add_argument("-n", "--max-tokens", metavar="N", type=whole(0), default=max_tokens,
+                           help="new tokens at most (default %(default)s)")  # fmt: skip
+        group.add_argument("--verify", metavar="N|auto", type=rows_to_verify, default="auto",
+                           help="rows of the block the target verifies; 1 drafts nothing (default auto: the fastest)")  # fmt: skip
     group.add_argument("--block", metavar="N", type=whole(1, WIDEST),
                        help=f"tokens in a drafted block, the anchor counted, up to {WIDEST} (default: as trained)")  # fmt: skip
-    group.add_argument("--verify", metavar="N|auto", type=rows_to_verify, default="auto",
-                       help="rows of the block the target verifies; 1 drafts nothing (default auto: the fastest)")  # fmt: skip
     group.add_argument("--prefill-chunk", metavar="N", type=whole(1), default=256,
                        help="prompt tokens in one pass; changes no result (default %(default)s)")  # fmt: skip
     return group

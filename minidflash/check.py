@@ -1,0 +1,142 @@
+"""`minidflash verify`: does drafting change a token here, and do the kernels agree with the float64 oracle?"""
+
+from types import SimpleNamespace
+
+import numpy as np
+
+from .loop import generate
+from .measure import read_prompts
+from .run import open_engine
+from .terminal import write
+
+SIZES = {"T": 5, "N": 1, "D": 48, "H": 4, "G": 2, "K": 16, "F": 40, "V": 37, "C": 96, "S": 24, "P": 32, "J": 8, "B": 5,
+         "L": 2, "R": 5, "M": 5, "X": 1}  # fmt: skip
+TOLERANCE = {"f32": 1e-4, "bf16": 2e-2}  # of the largest value of an array
+
+
+def verify(args, interrupt=None):
+    """Run the subcommand: prints one line a check. Returns 0, or 1 when one failed."""
+    prompts = first_of_each_kind(read_prompts(args.prompts))
+    engine = open_engine(args)
+    failed = 0
+    for name, problem in [*kernel_checks(engine.ops), *lossless_checks(engine, prompts, args)]:
+        failed += problem is not None
+        if problem or not args.quiet:
+            write(f"{'FAILED' if problem else 'ok':<8}{name}{': ' + problem if problem else ''}\n")
+    write(f"{failed} checks failed\n" if failed else "all checks passed\n")
+    return 1 if failed else 0
+
+
+def first_of_each_kind(prompts):
+    """One prompt of every kind, in order."""
+    found = {}
+    for prompt in prompts:
+        found.setdefault(prompt["kind"], prompt)
+    return list(found.values())
+
+
+def lossless_checks(engine, prompts, args):
+    """(name, problem) of each prompt: drafted ids, at two verify lengths and `auto`, against plain ids."""
+    if engine.drafter is None:
+        return
+    wide = args.block or engine.drafter.config.block
+    for prompt in prompts:
+        given = prompt.get("tokens") or prompt["prompt"]
+        plain = generate(engine, given, max_tokens=args.max_tokens, drafter=False)
+        for rows in dict.fromkeys((wide, max(2, wide // 2), args.verify)):
+            run = generate(engine, given, max_tokens=args.max_tokens, block=args.block, verify=rows)
+            name = f"drafted == plain, verify {rows}, {prompt['kind']}: {len(plain.tokens)} tokens"
+            if run.stats.tau:
+                name += f", tau {run.stats.tau:.2f}"
+            yield name, first_difference(plain.tokens, run.tokens)
+
+
+def first_difference(plain, drafted):
+    """Where two lists of ids part, in words, or None."""
+    if plain == drafted:
+        return None
+    at = next((i for i, (a, b) in enumerate(zip(plain, drafted, strict=False)) if a != b), None)
+    if at is None:
+        return f"{len(plain)} tokens without the drafter, {len(drafted)} with it"
+    return f"token {at} is {plain[at]} without the drafter, {drafted[at]} with it"
+
+
+def kernel_checks(ops):
+    """(name, problem) of every table row: small random arguments, this backend against the oracle."""
+    from minidflash.kernels import open_ops
+    from minidflash.kernels.table import ROWS
+
+    truth = open_ops("oracle", ops.activations)
+    for name, row in ROWS.items():
+        results = []
+        try:
+            for one in (truth, ops):
+                given = arguments(one, row)
+                getattr(one, name)(*given.values())
+                changed = [arg.name for arg in row.args if arg.inplace or arg in row.outputs]
+                results.append({n: one.download(given[n]) for n in changed if n != "work"})
+        except Exception as error:  # noqa: BLE001 a kernel that cannot run is a failed check, the others still count
+            yield f"{name} == oracle", f"{type(error).__name__}: {error}"
+            continue
+        yield f"{name} == oracle", worst(*results, TOLERANCE[ops.activations])
+
+
+def worst(expected, found, tolerance):
+    """The first array that is off, in words, or None. Integers must be equal."""
+    for name, truth in expected.items():
+        if truth.dtype == np.int32:
+            if not np.array_equal(truth, found[name]):
+                return f"{name} differs"
+            continue
+        a, b = _real(truth), _real(found[name])
+        error, scale = np.abs(a - b).max(initial=0), np.abs(a).max(initial=0)
+        if not error <= tolerance * scale:
+            return f"{name} is off by {error:.3g}, its largest value is {scale:.3g}"
+    return None
+
+
+def _real(array):
+    if array.dtype == np.uint16:
+        return (array.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return array.astype(np.float64)
+
+
+def arguments(ops, row):
+    """Argument name -> value for a row: the same numbers on every backend, addresses that are in range."""
+    from minidflash.kernels.ops import expected
+
+    rng = np.random.default_rng(sum(map(ord, row.name)))
+    sizes = dict(SIZES)
+    sizes["Z"] = ops.backend.work_size(sizes["T"], 256, 256)
+    special = _special(sizes)
+    given = {}
+    for arg in row.args:
+        if arg.type != "W" and arg.dims is None:
+            given[arg.name] = special[arg.name]
+            continue
+        shape = tuple(expected(dim, sizes) for dim in arg.dims)
+        if arg.type == "W":
+            bits = (rng.standard_normal(shape).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+            part = SimpleNamespace(array=bits, dtype="BF16", shape=shape, drop=lambda: None)
+            given[arg.name] = ops.weight([part])
+            continue
+        given[arg.name] = buffer = ops.array(shape, arg.type)
+        if arg.type == "i32":
+            ops.upload(buffer, np.resize(np.asarray(special.get(arg.name, 0), np.int32), shape))
+        elif arg.name != "work" and arg not in row.outputs:
+            values = rng.standard_normal(shape).astype(np.float32)
+            if arg.type == "A" and ops.activations == "bf16":
+                values = (values.view(np.uint32) >> 16).astype(np.uint16)
+            ops.upload(buffer, values)
+    return given
+
+
+def _special(sizes):
+    """Values of scalars and of integer arguments, by name; every other integer argument is 0."""
+    rows = np.arange(sizes["T"])
+    return {
+        "eps": 1e-6, "scale": 0.25, "window": 4, "causal": 1, "limit": sizes["V"] - 3, "tap_at": sizes["D"],
+        "ids": rows, "pos": rows + 3, "begin": rows + 3, "end": rows + 4, "tap_row": rows[::-1], "pick": rows,
+        "drafts": [0, 1, 2, 9, 9], "choice": [1, 2, 3, 4, 5], "stop": [99], "start": [7], "anchor": [11],
+        "fresh": [2], "left": [9], "fill": [0, 21, 22, 23, 24],
+    }  # fmt: skip

@@ -1,0 +1,178 @@
+"""`minidflash bench`: tokens a second with and without the drafter, by kind of prompt, and whether drafting pays."""
+
+import json
+from itertools import groupby
+from pathlib import Path
+from statistics import mean, median
+
+from .errors import UserError
+from .loop import finish, machine_name, rounds_of
+from .report import break_even, round_costs
+from .request import Request
+from .run import open_engine
+from .stats import Timing
+from .terminal import say, write
+
+LOOP = 50  # a token repeated this often says nothing about drafting (F63)
+BUILT_IN = [
+    {"kind": "chat", "prompt": "Why is the sky blue?"},
+    {"kind": "code", "prompt": "Write a Python function that reverses the words of a sentence."},
+    {
+        "kind": "maths",
+        "prompt": "A train goes 180 km in 2 hours. How far does it go in 5 hours? Show each step.",
+    },
+    {"kind": "languages", "prompt": "Écris trois phrases sur la mer en automne."},
+]
+
+
+def bench(args, interrupt=None):
+    """Run the subcommand. Returns the exit code."""
+    prompts = read_prompts(args.prompts)
+    engine = open_engine(args)
+    kinds = {}
+    for prompt in prompts:
+        kinds.setdefault(prompt["kind"], []).append(measure(engine, prompt, args))
+    rows = [summary(kind, found) for kind, found in kinds.items()]
+    if len(rows) > 1:
+        rows.append(summary("all", [one for found in kinds.values() for one in found]))
+    found = {
+        "target": engine.target_name, "drafter": engine.drafter_name, "backend": engine.ops.name,
+        "activations": engine.ops.activations, "machine": machine_name(), "max_tokens": args.max_tokens,
+        "repeat": args.repeat, "block": args.block, "verify": args.verify, "ctx": engine.ctx, "rows": rows,
+    }  # fmt: skip
+    write(json.dumps(found) + "\n" if args.output == "json" else "\n".join(table(found)) + "\n")
+    for row in rows:
+        if row["longest_run"] > LOOP and row["kind"] != "all":
+            say(f"minidflash: {row['kind']}: one token {row['longest_run']} times in a row; speed and tau of such text "
+                "say little")  # fmt: skip
+    return 0
+
+
+def read_prompts(path=None):
+    """Prompts: list of {"kind", "prompt"} or {"kind", "tokens"}.
+
+    path: a file of JSON lines; None: the checkout's bench/prompts.jsonl, else four built in.
+    Errors: UserError naming the line.
+    """
+    if path is None:
+        kept = Path(__file__).resolve().parent.parent / "bench" / "prompts.jsonl"
+        if not kept.is_file():
+            return BUILT_IN
+        path = kept
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"prompts {path} cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8'}"
+        ) from None
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            found = json.loads(line)
+            prompt = found.get("tokens") or found["prompt"]
+            if not isinstance(prompt, (str, list)):
+                raise TypeError
+            prompts.append({"kind": "all", **found})
+        except (ValueError, KeyError, TypeError, AttributeError):
+            hint = '{"kind": "chat", "prompt": "..."} or {"tokens": [5, 9]}'
+            raise UserError(f"{path}, line {number}: this is no prompt", hint) from None
+    if not prompts:
+        raise UserError(f"prompts {path}: the file is empty")
+    return prompts
+
+
+def measure(engine, prompt, args):
+    """Runs of one prompt, plain and drafted in turn so that a busy moment hits both."""
+    given = prompt.get("tokens") or prompt["prompt"]
+    found = {"plain": [], "drafted": [], "tau": None, "break_even": None, "same": True}
+    options = {"max_tokens": args.max_tokens, "verify": args.verify}
+    if args.block:
+        options["block"] = args.block
+    for _ in range(args.repeat):
+        _, plain, _ = run(engine, given, {"max_tokens": args.max_tokens, "drafter": False})
+        found["plain"].append(plain.timing.tokens_per_s)
+        if engine.drafter is not None:
+            request, drafted, rounds = run(engine, given, options)
+            found["drafted"].append(drafted.timing.tokens_per_s)
+            found["tau"] = drafted.stats.tau
+            needed = break_even(rounds, round_costs(engine, request))
+            found["break_even"] = needed and needed[3]
+            found["same"] &= drafted.tokens == plain.tokens
+    found["distinct"] = len(set(plain.tokens)) / max(1, len(plain.tokens))
+    found["longest_run"] = max((len(list(same)) for _, same in groupby(plain.tokens)), default=0)
+    return found
+
+
+def run(engine, prompt, options):
+    """(Request, Result, rounds) of one run."""
+    request, timing = Request.of(engine, prompt, options), Timing()
+    rounds = list(rounds_of(engine, request, timing))
+    return request, finish(engine, request, rounds, timing), rounds
+
+
+def summary(kind, found):
+    """One row over the prompts of a kind: mean tokens/s, half the range over repeats, means of the rest."""
+
+    def rate(which):
+        runs = [[r for r in one[which] if r] for one in found]
+        runs = [r for r in runs if r]
+        if not runs:
+            return None, None
+        return mean(median(r) for r in runs), mean((max(r) - min(r)) / 2 for r in runs)
+
+    def average(what):
+        values = [one[what] for one in found if one[what] is not None]
+        return mean(values) if values else None
+
+    (plain, plain_spread), (drafted, drafted_spread) = rate("plain"), rate("drafted")
+    return {
+        "kind": kind, "prompts": len(found), "plain_tokens_per_s": plain, "plain_spread": plain_spread,
+        "drafted_tokens_per_s": drafted, "drafted_spread": drafted_spread,
+        "speedup": drafted / plain if plain and drafted else None, "tau": average("tau"),
+        "break_even_tau": average("break_even"), "is_lossless": all(one["same"] for one in found),
+        "distinct_ratio": average("distinct"), "longest_run": max(one["longest_run"] for one in found),
+    }  # fmt: skip
+
+
+def table(found):
+    """The measurement as Markdown."""
+    width = f"block {found['block'] or 'as trained'}, verify {found['verify']}"
+    yield f"{found['target']} with drafter {found['drafter'] or 'none'}, {width}, {found['backend']}, " + (
+        f"{found['activations']}; {found['machine']}"
+    )
+    yield (f"{found['max_tokens']} tokens at most, {found['repeat']} runs of each prompt, greedy; tokens/s after the first "
+           "token, median and half the range")  # fmt: skip
+    yield ""
+    yield "| prompts | plain tok/s | drafted tok/s | speedup | tau | break-even tau | distinct | longest run |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for row in found["rows"]:
+        rates = [
+            f"{row[which + '_tokens_per_s']:.1f} ± {row[which + '_spread']:.1f}"
+            if row[which + "_tokens_per_s"]
+            else "-"
+            for which in ("plain", "drafted")
+        ]
+        cells = [_cell(row[name], form) for name, form in (("speedup", "{:.2f}x"), ("tau", "{:.2f}"),
+                 ("break_even_tau", "{:.2f}"), ("distinct_ratio", "{:.2f}"), ("longest_run", "{}"))]  # fmt: skip
+        yield "| " + " | ".join([f"{row['kind']} ({row['prompts']})", *rates, *cells]) + " |"
+    yield ""
+    yield verdict(found["rows"][-1])
+
+
+def _cell(value, form):
+    return "-" if value is None else form.format(value)
+
+
+def verdict(row):
+    """One sentence: does drafting pay here?"""
+    if row["speedup"] is None:
+        return "Plain decoding only: there is no drafter, or too few tokens to time."
+    pays = "pays" if row["speedup"] > 1 else "does not pay"
+    same = (
+        "Every drafted text equals the plain one."
+        if row["is_lossless"]
+        else "DRAFTED TEXT DIFFERS FROM PLAIN TEXT."
+    )
+    return f"Drafting {pays} here: {row['speedup']:.2f} times the plain speed. {same}"
