@@ -1,0 +1,120 @@
+"""accept: the longest prefix, the target's own token, the cuts, the next anchor; against rules written anew."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from tests.cases import run, truth
+
+B = 6
+STOP = 77
+RUNS, STOPPED, OUT_OF_BUDGET = 0, 1, 2
+
+
+def expect(drafts, own, stops, left, start, fresh, done, anchor):
+    """One slot in plain words. drafts: B - 1 proposals or fewer; own: the target's token after each row."""
+    if done:
+        return {"record": [0, 0, 0], "tokens": [], "start": start, "fresh": fresh, "left": left, "done": done,
+                "anchor": anchor}  # fmt: skip
+    right = [d == t for d, t in zip(drafts, own, strict=False)]
+    kept = len(list(itertools.takewhile(bool, right)))
+    tokens = own[: kept + 1][:left]
+    for i, token in enumerate(tokens):
+        if token in stops:
+            tokens = tokens[: i + 1]
+            break
+    why = STOPPED if tokens[-1] in stops else OUT_OF_BUDGET if len(tokens) == left else RUNS
+    return {"record": [len(tokens), kept, why], "tokens": tokens, "start": start + len(tokens),
+            "fresh": fresh + len(tokens), "left": left - len(tokens), "done": why, "anchor": tokens[-1]}  # fmt: skip
+
+
+def play(ops, slots, width, stops=(STOP,)):
+    """slots: dicts of own (width ids), drafts (width - 1), left, done, fresh. Compares everything with `expect`."""
+    N = len(slots)
+    i32 = np.int32
+    drafts = np.full((N, B), -3, i32)
+    for n, s in enumerate(slots):
+        drafts[n, 1:width] = s["drafts"]
+        drafts[n, width:] = 5  # never verified, so never read
+    case = {
+        "drafts": drafts, "choice": np.array([s["own"] for s in slots], i32).reshape(-1),
+        "stop": np.array(list(stops) or [-1], i32), "start": np.arange(N, dtype=i32) * 100 + 40,
+        "anchor": np.full(N, 9, i32), "fresh": np.array([s.get("fresh", 0) for s in slots], i32),
+        "left": np.array([s.get("left", 100) for s in slots], i32),
+        "done": np.array([s.get("done", 0) for s in slots], i32),
+    }  # fmt: skip
+    got = run(ops, "accept", case, T=N * width)
+    for n, s in enumerate(slots):
+        want = expect(s["drafts"], s["own"], stops, *(int(case[k][n]) for k in ("left", "start", "fresh", "done")),
+                      int(case["anchor"][n]))  # fmt: skip
+        tokens = want.pop("tokens")
+        seen = [] if s.get("done") else s["drafts"]
+        record = (
+            want.pop("record") + tokens + [-1] * (B - len(tokens)) + [-1, *seen] + [-1] * (B - 1 - len(seen))
+        )
+        assert got["record"][n].tolist() == record, s
+        assert {name: int(got[name][n]) for name in want} == want, s
+    for name, value in truth("accept", case, T=N * width).items():
+        assert got[name].tolist() == value.tolist(), name
+
+
+def slot(kept, width, **rest):
+    """Drafts right up to `kept`, then wrong, then right again: a trap, those must not count."""
+    own = [10 + i for i in range(width)]
+    drafts = [own[i] if i != kept else 999 for i in range(width - 1)]
+    return {"own": own, "drafts": drafts, **rest}
+
+
+@pytest.mark.parametrize("width", [1, 2, 5, B])
+def test_every_accepted_length(ops, width):
+    for kept in range(width):
+        play(ops, [slot(kept, width)], width)
+
+
+@pytest.mark.parametrize("budget", range(1, B + 2))
+def test_budget_cuts(ops, budget):
+    for kept in range(B):
+        play(ops, [slot(kept, B, left=budget)], B)
+
+
+@pytest.mark.parametrize("at", range(B))
+@pytest.mark.parametrize("budget", [1, 3, B, 100])
+def test_stop_in_the_middle(ops, at, budget):
+    """A stop id inside, at the end of, and behind the accepted prefix; where both cut, the stop is the reason."""
+    for kept in range(B):
+        s = slot(kept, B, left=budget)
+        s["own"][at] = STOP
+        if at < kept:
+            s["drafts"][at] = STOP
+        play(ops, [s], B)
+
+
+def test_several_stop_ids_and_none(ops):
+    s = slot(4, B)
+    play(ops, [s], B, stops=(12, 11, 500))
+    play(ops, [s], B, stops=())
+    play(ops, [slot(4, B)], B, stops=(10,))
+
+
+def test_done_slots_stay_as_they_are(ops):
+    slots = [slot(3, B, done=1, left=7, fresh=2), slot(2, B, fresh=1), slot(B - 1, B, done=2, left=0)]
+    play(ops, slots, B)
+
+
+def test_plain_rounds_let_features_wait(ops):
+    play(ops, [slot(0, 1, fresh=4), slot(0, 1), slot(0, 1, left=1, fresh=5)], 1)
+
+
+def test_random_slots(ops, rng):
+    """Three slots at once, two symbols, so that prefixes, stops and budgets meet in every way."""
+    for _ in range(150):
+        width = int(rng.integers(1, B + 1))
+        slots = []
+        for _ in range(3):
+            done = int(rng.integers(0, 5)) // 4
+            slots.append({
+                "own": rng.choice([3, 4, 4, 4, STOP], width).tolist(), "drafts": rng.choice([3, 4, 4, 4, STOP], width - 1).tolist(),
+                "left": 0 if done else int(rng.integers(1, 9)), "done": 2 * done, "fresh": int(rng.integers(0, 4)),
+            })  # fmt: skip
+        play(ops, slots, width)

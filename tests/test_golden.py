@@ -1,0 +1,144 @@
+"""Targets against the reference: hidden states, caches, logits and greedy ids of golden cases."""
+
+import dataclasses
+import shutil
+
+import numpy as np
+import pytest
+
+import minidflash as md
+from tests.conftest import parameters
+from tests.golden_files import golden
+from tests.models import engine_of, forward, logits_of, numbers, relative, state_of
+
+TARGETS = ["llama-tiny", "llama-tiny-tied", "qwen3-tiny"]
+exact = pytest.mark.parametrize(
+    "ops", parameters(["oracle", "numba", "emulate", "cuda"], ["f32"]), indirect=True
+)
+CLOSE = (
+    1e-3  # logits absolutely; hidden states, K and V relative to the row's RMS (golden README, "Tolerances")
+)
+
+
+@pytest.fixture(params=["config.json", "config.legacy.json"])
+def engine_of_config(request, tmp_path):
+    """(target, ops) -> engine that reads the named config file of the case."""
+
+    def load(target, ops):
+        if request.param == "config.json":
+            return engine_of(target, None, ops.name, ops.activations)
+        shutil.copy(golden(target) / request.param, tmp_path / "config.json")
+        (tmp_path / "model.safetensors").symlink_to(golden(target) / "model.safetensors")
+        return md.load(str(tmp_path), drafter=None, backend=ops.name, activations=ops.activations, warm=False)
+
+    return load
+
+
+@exact
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_layer_of_a_prompt(ops, target, engine_of_config):
+    engine, g = engine_of_config(target, ops), numbers(target)
+    for p in ("p0", "p1"):
+        ids = g[f"{p}.input_ids"]
+        s = state_of(engine, len(ids))
+        hidden, rows = forward(engine, s, ids)
+        for i in range(engine.target.config.layers):
+            assert relative(hidden[:, i], g[f"{p}.hidden.{i}"]) < CLOSE, f"{p} layer {i}"
+            for kind, cache in (("k", s.cache_k), ("v", s.cache_v)):
+                found = ops.download(cache[i])[0, :, : len(ids)]
+                assert relative(found, g[f"{p}.cache.{i}.{kind}"]) < CLOSE, f"{p} layer {i} {kind}"
+        logits = logits_of(engine, rows)
+        assert np.abs(logits - g[f"{p}.logits"]).max() < CLOSE, p
+        ops.embed(rows.ids, engine.target.weights["embed"], 1.0, rows.x)
+        assert (ops.download(rows.x) == g[f"{p}.embed"]).all(), f"{p} embed"
+
+
+@exact
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("p", ["p0", "p1"])
+def test_greedy_ids(ops, target, p, engine_of_config):
+    engine, g = engine_of_config(target, ops), numbers(target)
+    result = md.generate(engine, g[f"{p}.input_ids"].tolist(), max_tokens=32, drafter=False)
+    assert result.tokens == g[f"{p}.greedy_ids"].tolist()
+    assert result.finish_reason == "length" and result.rounds == []
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_rope_frequencies(target):
+    config, g = engine_of(target, None, "oracle", "f32").target.config, numbers(target)
+    frequencies, multiplier = config.rope.frequencies(config.head_size)
+    np.testing.assert_array_equal(frequencies, g["rope.inv_freq"])
+    assert multiplier == g["rope.attention_scaling"][0]
+
+
+def rotate_neighbours(engine):
+    """K rows of the first layer as if pairs were neighbours: what a reader of the other RoPE layout would have."""
+    kv = engine.target.layers[0]["kv"]
+    size = engine.target.config.head_size
+    order = np.arange(size).reshape(-1, 2).T.reshape(-1)
+    data = kv.data.copy()
+    data[:size] = data[:size][order]
+    engine.target.layers[0]["kv"] = dataclasses.replace(kv, data=data)
+
+
+def drop_scaling(engine):
+    from minidflash.engine import rope_tables
+
+    config = engine.target.config
+    plain = dataclasses.replace(config, rope=dataclasses.replace(config.rope, kind="default"))
+    engine.target.tables = rope_tables(engine.ops, plain, 600)
+
+
+def shift_positions(engine):
+    engine.target.tables = tuple(np.roll(t, 1, 0) * 1 for t in engine.target.tables)
+    for table, first in zip(engine.target.tables, (1, 0), strict=True):
+        table[0] = first
+    engine.target.tables = tuple(np.ascontiguousarray(t[:-1]) for t in engine.target.tables)
+
+
+def double_norm(engine):
+    engine.target.weights["norm"] = engine.target.weights["norm"] ** 2
+
+
+def drop_q_norm(engine):
+    layer = engine.target.layers[-1]
+    layer["q_norm"] = np.ones_like(layer["q_norm"])
+
+
+@pytest.mark.parametrize(
+    "target, damage",
+    [("llama-tiny", rotate_neighbours), ("llama-tiny-tied", drop_scaling), ("llama-tiny", shift_positions),
+     ("qwen3-tiny", double_norm), ("qwen3-tiny", drop_q_norm)],
+)  # fmt: skip
+def test_golden_logits_see_wrong_models(target, damage):
+    """Each planted mistake moves some logit by ten tolerances at least."""
+    engine, g = md.load(str(golden(target)), drafter=None, backend="oracle", warm=False), numbers(target)
+    damage(engine)
+    ids = g["p0.input_ids"]
+    _, rows = forward(engine, state_of(engine, len(ids)), ids)
+    assert np.abs(logits_of(engine, rows) - g["p0.logits"]).max() > 10 * CLOSE
+
+
+@pytest.mark.parametrize("ops", parameters(["oracle", "numba", "emulate", "cuda"], ["bf16"]), indirect=True)
+@pytest.mark.parametrize("target", TARGETS)
+def test_bf16_activations(ops, target):
+    """Median row error within 6 % of the logits' spread, and the argmax where it is not close (golden README)."""
+    engine, g = engine_of(target, None, ops.name, "bf16"), numbers(target)
+    for p in ("p0", "p1"):
+        ids, want = g[f"{p}.input_ids"], g[f"{p}.logits"]
+        _, rows = forward(engine, state_of(engine, len(ids)), ids)
+        logits = logits_of(engine, rows)
+        error = np.sqrt(((logits - want) ** 2).mean(-1)) / want.std()
+        assert np.median(error) <= 0.06
+        top = np.sort(want, axis=-1)[:, ::-1]
+        is_clear = top[:, 0] - top[:, 1] > 0.5
+        assert (logits.argmax(-1) == want.argmax(-1))[is_clear].mean() >= 0.95
+        result = md.generate(engine, ids.tolist(), max_tokens=32, drafter=False)
+        assert_until_close(result.tokens, g[f"{p}.greedy_ids"], g[f"{p}.greedy_margin"])
+
+
+def assert_until_close(tokens, wanted, margins, limit=0.5):
+    """Ids equal up to the first one whose margin is below the limit."""
+    close = np.flatnonzero(np.asarray(margins) < limit)
+    count = int(close[0]) if len(close) else len(wanted)
+    assert list(tokens[:count]) == np.asarray(wanted)[:count].tolist()
