@@ -1,5 +1,6 @@
 """The command line: parsers, exit codes. What a subcommand does lies in a module of its own."""
 
+import os
 import sys
 import traceback
 
@@ -138,7 +139,9 @@ def main(argv=None):
             stream.reconfigure(errors="replace")  # a terminal without the character still gets the rest
     try:
         with Interrupt() as interrupt:
-            args = make_parser().parse_args(argv)
+            args = make_parser().parse_args(
+                [_typed(word) for word in (sys.argv[1:] if argv is None else argv)]
+            )
             is_verbose = args.verbose
             code = args.run(args, interrupt) or 0
             write("")
@@ -168,6 +171,14 @@ def main(argv=None):
         more = "" if is_verbose else "; run with -v for the traceback"
         say(f"minidflash: internal error: {type(error).__name__}: {reason}{more}")
         return 1
+
+
+def _typed(word):
+    """A word of the command line as UTF-8 text, whatever the locale made Python take it for."""
+    try:
+        return os.fsencode(word).decode("utf-8")
+    except UnicodeError:  # not UTF-8: the tokenizer refuses it in words, a file name may be any bytes
+        return word
 
 
 def _last_words(done):

@@ -63,7 +63,8 @@ def rounds_of(engine, request, timing):
         record = ops.download(s.record)[0]
         timing.prefill_s = timing.ttft_s = time.perf_counter() - begun
         reason = REASONS[int(record[2])]
-        yield from texts.push(Round([int(record[3])], finish_reason=reason), reason is not None)
+        first = Round([int(record[3])], seconds=timing.prefill_s, finish_reason=reason)
+        yield from texts.push(first, reason is not None)
         waiting = 0  # context features not injected yet, as s.fresh says
         while reason is None and not (texts.is_stopped or engine.is_interrupted):
             since = time.perf_counter()

@@ -24,14 +24,17 @@ def round_costs(engine, request):
 def break_even(rounds, costs):
     """When drafting stops paying: (v, seconds of such a round, seconds of a plain one, tau needed), or None.
 
-    v: the width most rounds of the run had, plain ones left out. Its cost is the run's own median.
+    v: the width most rounds of the run had, plain ones left out. Its cost is the run's own median; so is a plain
+    round's where the run had some, else it is the schedule's.
     """
     widths = Counter(r.verify for r in rounds if r.verify > 1)
     if not widths or not costs.get(1):
         return None
     width = widths.most_common(1)[0][0]
     cost = median(r.seconds for r in rounds if r.verify == width)
-    return width, cost, costs[1], cost / costs[1]
+    own = [r.seconds for r in rounds if r.verify == 1]
+    plain = median(own) if len(own) >= 3 else costs[1]
+    return width, cost, plain, cost / plain
 
 
 def stats_lines(result, rounds, costs, ctx):

@@ -82,6 +82,7 @@ def prompt_ids(engine, prompt, options):
         if bad:
             raise UserError(f"token {bad[0]!r} is outside 0 to {vocab - 1}")
         ids = [int(i) for i in ids]
+        _refuse_chat_options(options, ("system", "template_args"), "a prompt of ids is taken as it is")
     else:
         ids = _text_ids(engine, prompt, options)
     if not ids:
@@ -103,13 +104,23 @@ def render(engine, prompt, options):
     """The text that is encoded: the prompt itself when raw or without a template, else the rendered chat."""
     if isinstance(prompt, str):
         if options["raw"] or not engine.tokenizer.has_chat_template:
-            if options["system"]:
-                raise UserError("a system text needs a chat template", "leave out --system")
+            why = "the prompt is raw" if options["raw"] else "this checkpoint has none"
+            _refuse_chat_options(options, ("system", "template_args"), f"it needs a chat template, and {why}")
             return prompt
         prompt = [{"role": "user", "content": prompt}]
         if options["system"]:
             prompt = [{"role": "system", "content": options["system"]}, *prompt]
+    else:
+        _refuse_chat_options(options, ("system",), "the messages hold their own")
     return engine.tokenizer.render(prompt, **(options["template_args"] or {}))
+
+
+def _refuse_chat_options(options, names, why):
+    """Refuse options that the prompt gives no place to; what is asked for is never quietly left out (F61)."""
+    for name in names:
+        if options[name]:
+            flag = {"system": "--system", "template_args": "--chat-template-arg"}[name]
+            raise UserError(f"{flag} has no effect here: {why}", f"leave out {flag}")
 
 
 def reserve(engine, request):

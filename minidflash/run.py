@@ -139,7 +139,7 @@ def run(engine, request, args, interrupt, trace=None):
             if is_streaming:
                 write(shown(r.text, r.tokens, is_first=len(rounds) == 1))
     except KeyboardInterrupt:  # before the first token
-        pass
+        interrupt.count = max(1, interrupt.count)
     is_cut = interrupt.count and not (rounds and rounds[-1].finish_reason)
     result = finish(engine, request, rounds, timing, "interrupted" if is_cut else None)
     if not args.json and request.max_tokens:

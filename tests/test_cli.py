@@ -9,6 +9,7 @@ import jsonschema
 import numba
 import pytest
 
+import minidflash as md
 from minidflash import run as run_module
 from minidflash.cli import main
 from minidflash.errors import UserError
@@ -181,6 +182,9 @@ def test_no_prompt_on_a_terminal_is_wrong_use_with_an_example(mdf, monkeypatch):
         (["--tokens", "5", "--stop", ""], "stop string is empty"),
         (["--tokens", "5", "--device", "1"], "device 1"),
         (["--tokens", "5", "--chat-template-arg", "x"], "NAME=VALUE"),
+        (["--tokens", "5", "--system", "x"], "--system has no effect here"),
+        (["t5", "--chat-template-arg", "a=1"], "--chat-template-arg has no effect here"),
+        (["t5", "--raw", "--system", "x"], "the prompt is raw"),
         (["--tokens", "5", "--temperature", "nan"], "need a number from 0 up"),
         (["--tokens", "5", "--unknown"], "--unknown"),
         (["@no such file"], "cannot be read"),
@@ -331,3 +335,28 @@ def test_progress_is_shown_on_terminals_only(monkeypatch):
     assert stream.getvalue().startswith("\rweights 50 %\rweights 100 %")
     assert stream.getvalue().endswith("\r" + " " * len("weights 100 %") + "\r")
     assert amount(437_632) == "437.6 kB"
+
+
+def test_ctrl_c_during_prefill_gives_an_empty_result(generate, monkeypatch):
+    from minidflash import loop
+
+    def pressed(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop, "prefill", pressed)  # the warm-up has its own name for it
+    code, out, _ = generate("--tokens", PROMPT, "--json")
+    found = checked(out)
+    assert (code, found["tokens"], found["finish_reason"]) == (130, [], "interrupted")
+    assert generate("--tokens", PROMPT)[:2] == (130, "\n")
+
+
+def test_an_engine_told_to_stop_ends_after_its_round_and_runs_again(pairs):
+    flags = pairs["FX-B"]
+    engine = md.load(flags[1], drafter=flags[3])
+    rounds = []
+    for r in md.stream(engine, [9, 9, 5], max_tokens=100, verify=1, stop=["t20 t9"]):
+        rounds.append(r)
+        engine.is_interrupted = len(rounds) == 3
+    assert 3 <= len(rounds) < 10
+    assert "".join(r.text for r in rounds) == " ".join(["t20"] * sum(len(r.tokens) for r in rounds))
+    assert md.generate(engine, [9, 9, 5], max_tokens=9).tokens == [20] * 9

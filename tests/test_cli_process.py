@@ -25,14 +25,14 @@ def pair(tmp_path_factory):
     return ["--target", str(target), "--drafter", str(draft)]
 
 
-def start(*argv):
+def start(*argv, **environment):
     """A started process whose SIGINT is as a terminal's, whatever the test runner did to it."""
 
     def unblock():
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NUMBA_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NUMBA_NUM_THREADS": "1", **environment}
     return subprocess.Popen(
         [sys.executable, *map(str, argv)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         env=environment, preexec_fn=unblock, bufsize=0,  # noqa: PLW1509 no threads hold locks here
@@ -123,3 +123,10 @@ def test_help_loads_nothing_heavy():
     )
     process = start("-c", code)
     assert process.communicate(timeout=60)[1].decode().strip() == "[]"
+
+
+def test_words_are_utf8_whatever_the_locale(pair):
+    code = "import sys; from minidflash import run, cli; run.generate = lambda a, i: print(ascii(a.prompt)); cli.main()"
+    environment = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    process = start("-c", code, "generate", "\u00e9t\u00e9", **environment)
+    assert process.communicate(timeout=60)[0] == b"'\\xe9t\\xe9'\n"
