@@ -1,0 +1,79 @@
+"""Whole passes have the same bits however rows are bundled: verify widths and prefill chunks (F56, playbook 11)."""
+
+import numpy as np
+import pytest
+
+import minidflash as md
+from minidflash import loop
+from minidflash.request import Request, release, reserve
+from tests.compare import assert_same_bits
+from tests.conftest import parameters
+from tests.golden_files import golden
+from tests.models import engine_of, forward, logits_of, state_of
+
+makers = pytest.mark.parametrize("ops", parameters(["numba", "emulate", "cuda"]), indirect=True)
+WIDTHS = 1, 2, 7, 16
+
+
+@makers
+@pytest.mark.parametrize("target", ["qwen3-tiny", "llama-tiny"])
+@pytest.mark.parametrize("context", [1, 37, 120, 127, 128, 250])
+def test_verify_widths(ops, target, context):
+    """Rows context .. context+15 in passes of 1, 2, 7 and 16: every layer's stream, the caches, the logits."""
+    engine = engine_of(target, None, ops.name, ops.activations)
+    ids = np.random.default_rng(context).integers(0, engine.target.config.vocab, context + 16)
+    first = None
+    for width in WIDTHS:
+        s = state_of(engine, max(context, 16))
+        forward(engine, s, ids[:context])
+        hidden, logits = [], []
+        for at in range(context, context + 16, width):
+            stream, rows = forward(engine, s, ids[at : min(at + width, context + 16)], at)
+            hidden.append(stream)
+            logits.append(logits_of(engine, rows))
+        caches = [ops.download(c)[:, :, :, : context + 16] for c in (s.cache_k, s.cache_v)]
+        found = [np.concatenate(hidden), np.concatenate(logits), *caches]
+        first = first or found
+        for what, one, other in zip(("hidden", "logits", "K", "V"), first, found, strict=True):
+            assert_same_bits(other, one, f"{what} at width {width}")
+
+
+def prefilled(engine, ids, monkeypatch):
+    """Run prefill; returns its token, both models' caches of the prompt, the taps of every row."""
+    ops, taps, inject = engine.ops, [], loop.draft.inject
+
+    def keeping(ops, model, s, rows, slot, pos):
+        taps.append(ops.download(rows))
+        inject(ops, model, s, rows, slot, pos)
+
+    monkeypatch.setattr(loop.draft, "inject", keeping)
+    request = Request.of(engine, ids, {"max_tokens": 4, "block": 8, "verify": 8})
+    s = reserve(engine, request)
+    try:
+        loop.prefill(engine, s, request)
+    finally:
+        release(engine)
+        monkeypatch.undo()
+    caches = [ops.download(c)[..., : len(ids), :] for c in (s.cache_k, s.cache_v, s.drafter_k, s.drafter_v)]
+    return [ops.download(s.anchor), np.concatenate(taps), *caches]
+
+
+@makers
+@pytest.mark.parametrize(
+    "pair, target", [("dflash-qwen3-trained", "qwen3-tiny"), ("dflash-llama-tiny", "llama-tiny")]
+)
+def test_prefill_chunks(ops, pair, target, monkeypatch):
+    """Chunks of 1, 3, 16, 37 and 256: caches of target and drafter, and every tap."""
+    first = None
+    for chunk in (1, 3, 16, 37, 256):
+        engine = md.load(
+            str(golden(target)), drafter=str(golden(pair)), backend=ops.name, activations=ops.activations,
+            ctx=320, prefill_chunk=chunk, warm=False,
+        )  # fmt: skip
+        ids = np.random.default_rng(5).integers(0, engine.target.config.vocab, 150).tolist()
+        found = prefilled(engine, ids, monkeypatch)
+        assert len(found[1]) == len(ids)
+        first = first or found
+        names = "token", "taps", "target K", "target V", "drafter K", "drafter V"
+        for what, one, other in zip(names, first, found, strict=True):
+            assert_same_bits(other, one, f"{what} at chunk {chunk}")
