@@ -10,7 +10,7 @@ from importlib import import_module
 import numba
 import numpy as np
 
-from ..host import HostBackend, widen
+from ..host import HostBackend, aligned_zeros, widen
 from ..table import ROWS
 from ..weight import TILE, Weight
 from . import tiles
@@ -58,7 +58,7 @@ class NumbaBackend(HostBackend):
         arrays = [widen(p).reshape(len(p.array), -1) for p in parts]
         rows, cols = sum(len(a) for a in arrays), arrays[0].shape[1]
         dtype = np.uint16 if all(a.dtype == np.uint16 for a in arrays) else np.float32
-        data = np.zeros((-(-rows // TILE), cols, TILE), dtype)
+        data = aligned_zeros((-(-rows // TILE), cols, TILE), dtype)
         if any(len(a) % TILE for a in arrays[:-1]) or len({a.dtype for a in arrays}) > 1:
             arrays = [np.concatenate([_as(a, dtype) for a in arrays])]
         first = 0

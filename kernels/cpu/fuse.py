@@ -10,7 +10,7 @@ from .vector import row_dot
 
 @jit
 def _run(taps, w, norm, eps, work, f, none_f, none_i, threads):
-    rows = lay_tokens(taps, none_i, none_f, 0.0, work)
+    rows = lay_tokens(taps, none_i, none_f, 0.0, work, threads)
     y_at, ld, width = rows * taps.shape[1], w.shape[0] * 16, f.shape[1]
     matmul(w, rows, work, y_at, ld, threads)
     for t in range(f.shape[0]):

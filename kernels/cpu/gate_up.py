@@ -18,7 +18,7 @@ def _swiglu_row(t, h, work, y_at, ld):
 
 @jit(parallel=True)
 def _run(x, norm, eps, w, work, h, none_i, threads):
-    rows = lay_tokens(x, none_i, norm, eps, work)
+    rows = lay_tokens(x, none_i, norm, eps, work, threads)
     y_at, ld = rows * x.shape[1], w.shape[0] * 16
     matmul(w, rows, work, y_at, ld, threads)
     if x.shape[0] == 1:

@@ -20,7 +20,7 @@ def _argmax(work, at, count):
 
 @jit(parallel=True)
 def _run_head(x, pick, norm, eps, w, limit, ids, work, threads):
-    rows = lay_tokens(x, pick, norm, eps, work)
+    rows = lay_tokens(x, pick, norm, eps, work, threads)
     y_at, ld = rows * x.shape[1], w.shape[0] * 16
     matmul(w, rows, work, y_at, ld, threads)
     for i in numba.prange(len(pick)):
@@ -34,7 +34,7 @@ def head(backend, x, pick, norm, eps, w, limit, ids, work):
 
 @jit(parallel=True)
 def _run_logits(x, norm, eps, w, work, logits, none_i, threads):
-    rows = lay_tokens(x, none_i, norm, eps, work)
+    rows = lay_tokens(x, none_i, norm, eps, work, threads)
     y_at, ld = rows * x.shape[1], w.shape[0] * 16
     matmul(w, rows, work, y_at, ld, threads)
     for t in numba.prange(x.shape[0]):

@@ -4,8 +4,12 @@ import hashlib
 import os
 from pathlib import Path
 
-import numba
-import numpy as np
+# GNU OpenMP's threads spin this often before they sleep. Its default burns whole time slices when other programs
+# want the cores. Measured on 2 cores, a plain round: 5.7 ms alone with either, under load 22 ms against 150.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+import numba  # noqa: E402
+import numpy as np  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 

@@ -22,10 +22,10 @@ def _add_row(t, bias, tap_row, tap_at, x, taps, work, y_at, ld):
 
 @jit(parallel=True)
 def _run(a, w, bias, tap_row, tap_at, x, taps, work, none_f, none_i, threads):
-    rows = lay_tokens(a, none_i, none_f, 0.0, work)
+    rows = lay_tokens(a, none_i, none_f, 0.0, work, threads)
     y_at, ld = rows * a.shape[1], w.shape[0] * 16
     matmul(w, rows, work, y_at, ld, threads)
-    if a.shape[0] <= 16:
+    if a.shape[0] == 1:
         for t in range(a.shape[0]):
             _add_row(t, bias, tap_row, tap_at, x, taps, work, y_at, ld)
     else:

@@ -43,7 +43,7 @@ def _row(
 @jit(parallel=True)
 def _run(x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot, pos, cache_k, cache_v, work, q,
          none_i, threads):  # fmt: skip
-    rows = lay_tokens(x, none_i, norm, eps, work)
+    rows = lay_tokens(x, none_i, norm, eps, work, threads)
     y_at, kv_at = rows * x.shape[1], wq.shape[0] * 16
     ld = kv_at + wkv.shape[0] * 16
     matmul(wq, rows, work, y_at, ld, threads)

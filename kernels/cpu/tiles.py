@@ -48,37 +48,47 @@ def _source(pick, t):
 
 
 @jit
-def _lay_row(x, source, norm, eps, work, t, m):
-    """Row `source` of x, times norm / rms when there is a norm, to its place in the token blocks."""
+def _lay_share(x, pick, norm, work, rows, total, m, scale_at, first, last):
+    """Inputs first..last-1 of all token rows to their place: whole cache lines, so that threads share none."""
     cols = x.shape[1]
-    at = (t // m) * cols * m + t % m
-    row, out = x[source], work[at : at + (cols - 1) * m + 1 : m]
-    if len(norm) == 0:
-        for k in range(cols):
-            out[k] = load(row[k])
-        return
-    squares = row_dot(x, source * cols, x, source * cols, cols)
-    r = F(1.0) / np.sqrt(squares / F(cols) + F(eps))
-    for k in range(cols):
-        out[k] = norm[k] * (load(row[k]) * r)
+    for block in range(total // m):
+        for i in range(m):
+            t = block * m + i
+            at = block * cols * m + i
+            out = work[at + first * m : at + (last - 1) * m + 1 : m]
+            if t >= rows:
+                out[:] = F(0.0)
+                continue
+            row = x[_source(pick, t), first:last]
+            if len(norm) == 0:
+                for k in range(last - first):
+                    out[k] = load(row[k])
+            else:
+                r, weight = work[scale_at + t], norm[first:last]
+                for k in range(last - first):
+                    out[k] = weight[k] * (load(row[k]) * r)
 
 
 @jit(parallel=True)
-def lay_tokens(x, pick, norm, eps, work):
+def lay_tokens(x, pick, norm, eps, work, threads):
     """Token blocks of x (of its rows `pick` when given) at the start of work; rows of padding are zero.
 
-    x: (T, K) activations. norm: (K,) or empty. Returns the number of token rows, padding included.
+    x: (T, K) activations. norm: (K,) or empty: rows are normed on the way. Returns the number of token rows, padding
+    included. The rows' 1 / rms lie for a moment where the outputs will.
     """
     rows = len(pick) if len(pick) else x.shape[0]
     m, total, cols = tokens_per_block(rows), padded(rows), x.shape[1]
-    for t in range(rows, total):
-        for k in range(cols):
-            work[(t // m) * cols * m + k * m + t % m] = F(0.0)
+    scale_at = total * cols
+    if len(norm):
+        for t in range(rows):
+            at = _source(pick, t) * cols
+            work[scale_at + t] = F(1.0) / np.sqrt(row_dot(x, at, x, at, cols) / F(cols) + F(eps))
     if rows == 1:
-        _lay_row(x, _source(pick, 0), norm, eps, work, 0, m)
+        _lay_share(x, pick, norm, work, rows, total, m, scale_at, 0, cols)
     else:
-        for t in numba.prange(rows):
-            _lay_row(x, _source(pick, t), norm, eps, work, np.int64(t), m)
+        for thread in numba.prange(threads):
+            first, last = cols * thread // threads, cols * (thread + 1) // threads
+            _lay_share(x, pick, norm, work, rows, total, m, scale_at, first, last)
     return total
 
 
