@@ -73,11 +73,7 @@ def load(
         drafter = "default" if target == "default" else None
     if isinstance(prefill_chunk, bool) or not isinstance(prefill_chunk, int) or prefill_chunk < 1:
         raise UserError(f"prefill chunk is {prefill_chunk!r}, need a whole number from 1 up")
-    if device:
-        raise UserError(
-            f"device {device}: only GPUs are counted, and {backend} is the CPU", "leave out --device"
-        )
-    ops = open_ops(backend, activations, **backend_options)  # first: what cannot run here need not be fetched
+    ops = open_ops(backend, activations, device, **backend_options)  # first: what cannot run here need not be fetched
     files = open_checkpoint(target, "target", revision, offline, progress)
     config = read_target(files.config, files.generation)
     bound = names.bind_target(config, files.tensors)

@@ -107,7 +107,7 @@ def run(ops, name, case, **sizes):
     """
     row = ROWS[name]
     known, weights = letters(row, case, sizes), [v for v in case.values() if isinstance(v, Matrix)]
-    args, results, guards = [], {}, []
+    args, results, guards, counters = [], {}, [], None
 
     def poisoned(spec, shape, extra):
         whole = junk(ops, (shape[0] + extra, *shape[1:]), spec.type)
@@ -120,6 +120,8 @@ def run(ops, name, case, **sizes):
             cols = max([w.shape[1] for w in weights] or [case["q"].shape[2] * case["q"].shape[1]])
             count = ops.backend.work_size(known["T"], cols, sum(w.shape[0] for w in weights))
             args.append(poisoned(spec, (count,), GUARD))
+            counters = args[-1][: getattr(ops.backend, "counters", 0)]
+            ops.upload(counters, np.zeros(counters.shape, np.float32))
             continue
         value = case[spec.name]
         if spec.type == "W":
@@ -133,6 +135,7 @@ def run(ops, name, case, **sizes):
         results[spec.name] = poisoned(spec, [expected(d, known) for d in spec.dims], 1)
         args.append(results[spec.name])
     getattr(ops, name)(*args)
+    assert counters is None or not ops.download(counters).any(), f"{name} leaves counters that are not zero"
     for what, buffer, whole, count in guards:
         after = ops.download(buffer)[count:]
         assert after.tobytes() == whole[count:].tobytes(), f"{name} wrote behind {what}"

@@ -193,6 +193,7 @@ def kernels(path, defines):
         "kernels.cpp",
     ]
     flags += ["-x", "assembler", "places.s"]
+    flags.append("-Wl,-Bsymbolic-functions")  # a kernel named like a libc function (accept) stays ours
     headers = [path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.h"))]
     headers += _texts("entry.cpp")
     library = _build(

@@ -1,3 +1,113 @@
-"""The backends over .cu kernels: `emulate` on NumPy arrays, `cuda` on CuPy arrays. Rows are launched by plain.py and fast.py."""
+"""The backends over .cu kernels: `emulate` on NumPy arrays here, `cuda` on CuPy arrays in cuda.py. One class over both devices.
 
-COUNTERS = 4096  # f32 at the start of every workspace: u32 counters, zero when allocated, left at zero by kernels
+A row asks the fast variants first (fast.py) and is launched by plain.py otherwise; `variants` says which ran last.
+"""
+
+import os
+from functools import partial
+
+import numpy as np
+
+from ..host import HostBackend, Replay, widen
+from ..table import ROWS
+from ..weight import Weight
+
+COUNTERS = (
+    4096  # f32 at the start of every workspace: u32 counters, zero when allocated, left at zero by kernels
+)
+
+from . import fast, plain  # noqa: E402 both read COUNTERS
+
+
+class GpuBackend:
+    """Rows of the table as launches on a device of launch.py or emulate.
+
+    activations: "f32" or "bf16". device: CudaDevice or EmulatedDevice. A subclass has `array`, `upload`, `download`,
+    `empty`, `load` and `compile`.
+    """
+
+    counters = COUNTERS
+
+    def __init__(self, activations, device):
+        self.activations, self.device, self.sms = activations, device, device.sms
+        self.variants = {}  # row -> "plain" or "fast", as it ran last
+        self.is_preparing = False  # compile and load what a launch needs, launch nothing
+        for row in ROWS:
+            setattr(self, row, partial(self._run, row))
+
+    def _run(self, row, *args):
+        is_fast = fast.run(self, row, args)
+        if not is_fast:
+            getattr(plain, row)(self, *args)
+        self.variants[row] = "fast" if is_fast else "plain"
+
+    def launch(self, file, kernel, grid, block, shared, args, defines=None, **how):
+        """One launch; arguments as the device's, defines: {macro: value}. While preparing, nothing runs."""
+        function = self.device.function(file, kernel, defines)
+        if not self.is_preparing:
+            self.device.launch(function, grid, block, shared, args, **how)
+
+    def work_size(self, rows, cols, outputs):
+        """Workspace elements (f32) for a kernel of `rows` token rows, `cols` inputs, `outputs` outputs."""
+        need = max(plain.work_size(rows, cols, outputs), fast.work_size(self, rows, cols, outputs))
+        return COUNTERS + need
+
+    def weight(self, parts, role=""):
+        """`Weight` from checkpoint tensors stacked along rows: packed where fast kernels read it, else plain.
+
+        role: embed, head, q, kv, o, gate_up, down, fc or "". Errors: UserError when memory runs out.
+        """
+        is_half = all(part.dtype == "BF16" for part in parts)
+        found = fast.pack(self, parts, role) if is_half and self.activations == "bf16" else None
+        if found is None:
+            data = self.load(parts, np.uint16 if is_half else np.float32)
+            found = Weight(*data.shape, "bf16" if is_half else "f32", "plain", data)
+        for part in parts:
+            part.drop()
+        return found
+
+    def raw(self, parts):
+        """(rows, cols) u16 on the device: BF16 tensors stacked, for a kernel that packs them. See fast.py."""
+        return self.load(parts, np.uint16)
+
+
+def stacked_shape(parts):
+    """(rows, cols) of tensors stacked along rows."""
+    return sum(part.shape[0] for part in parts), int(np.prod(parts[0].shape[1:]))
+
+
+def as_stored(part, dtype):
+    """A checkpoint tensor as a contiguous (rows, cols) host array of u16 (bf16 bits) or f32; a view where it can be."""
+    array = widen(part)
+    if array.dtype != dtype:
+        array = (array.astype(np.uint32) << 16).view(np.float32)
+    return np.ascontiguousarray(array).reshape(len(array), -1)
+
+
+class EmulateBackend(GpuBackend, HostBackend):
+    """The CUDA kernels on this processor; slow, made to find mistakes.
+
+    seed: shuffles the order of blocks, warps and lanes; default MINIDFLASH_SEED, else ascending order. sms:
+    multiprocessors of the emulated card. Errors: UserError, code 3, where there is no g++.
+    """
+
+    name = "emulate"
+
+    def __init__(self, activations, seed=None, sms=4):
+        from ..emulate import EmulatedDevice
+
+        if seed is None and os.environ.get("MINIDFLASH_SEED"):
+            seed = int(os.environ["MINIDFLASH_SEED"])
+        GpuBackend.__init__(self, activations, EmulatedDevice(seed, sms))
+
+    def empty(self, shape, dtype):
+        """A device array whose contents do not matter yet."""
+        return np.empty(shape, dtype)
+
+    def load(self, parts, dtype):
+        """Device array (rows, cols) of tensors stacked along rows, in u16 or f32."""
+        data, first = np.empty(stacked_shape(parts), dtype), 0
+        for part in parts:
+            data[first : first + len(part.array)] = as_stored(part, dtype)
+            first += len(part.array)
+        return data

@@ -1,0 +1,81 @@
+/* stage, stage_context, accept: the integers of a round, a block a slot.
+ * Grid:   one block a slot, 32 threads.
+ * Moves:  a few hundred bytes; bound by latency, so lanes look at the block's slots side by side.
+ * Source: models.md 7.4, engine.md 2. Truth: oracle.py stage, stage_context, accept. */
+#include "common.cuh"
+
+constexpr int STOPPED = 1, OUT_OF_BUDGET = 2;
+
+/* Rows n*width .. of a pass: the anchor, then what fills the block. fill: (slots, B). */
+extern "C" __global__ void stage(const int* anchor, const int* start, const int* fresh, const int* done,
+                                 const int* fill, int* ids, int* slot, int* pos, int* begin, int* end,
+                                 int* row, int width, int B) {
+    int n = blockIdx.x, first = start[n];
+    for (int i = threadIdx.x; i < width; i += blockDim.x) {
+        int r = n * width + i, tap = fresh[n] + i;
+        ids[r] = i == 0 ? anchor[n] : fill[n * B + i];
+        slot[r] = n;
+        pos[r] = done[n] ? -1 : first + i;
+        begin[r] = first;
+        end[r] = first + width;
+        row[r] = tap < B ? n * B + tap : -1;
+    }
+}
+
+/* Addresses of the context features that wait; then none does. */
+extern "C" __global__ void stage_context(const int* start, int* fresh, int* slot, int* pos, int width) {
+    int n = blockIdx.x, count = fresh[n];
+    __syncthreads();  // all have read it
+    for (int i = threadIdx.x; i < width; i += blockDim.x) {
+        slot[n * width + i] = n;
+        pos[n * width + i] = i < count ? start[n] - count + i : -1;
+    }
+    if (threadIdx.x == 0) fresh[n] = 0;
+}
+
+/* The first i < count where claim(i), or count. All lanes take part. */
+template <class Claim>
+__device__ __forceinline__ int first_where(int count, Claim claim) {
+    for (int base = 0; base < count; base += 32) {
+        int i = base + lane_index();
+        u32 votes = __ballot_sync(FULL_WARP, i < count && claim(i));
+        if (votes) return base + __ffs(votes) - 1;
+    }
+    return count;
+}
+
+/* One slot: the longest prefix of drafts that the target agrees with, its own token behind, budget and stops.
+ * drafts: (slots, B). choice: (slots, width). stop: X ids. record: (slots, 2B + 3). */
+extern "C" __global__ void accept(const int* drafts, const int* choice, const int* stop, int* start,
+                                  int* anchor, int* fresh, int* left, int* done, int* record, int width,
+                                  int B, int X) {
+    int n = blockIdx.x, budget = left[n];
+    bool is_done = done[n] != 0;
+    drafts += n * B;
+    choice += n * width;
+    record += n * (2 * B + 3);
+    auto differs = [&](int i) { return drafts[i + 1] != choice[i]; };
+    auto stops = [&](int i) {
+        for (int s = 0; s < X; ++s)
+            if (stop[s] == choice[i]) return true;
+        return false;
+    };
+    int kept = is_done ? 0 : first_where(width - 1, differs);
+    int most = is_done ? 0 : min(kept + 1, budget);
+    int emitted = first_where(most, stops);
+    bool is_stopped = emitted < most;
+    emitted += is_stopped;  // the stop id is kept
+    int why = is_stopped ? STOPPED : emitted == budget ? OUT_OF_BUDGET : 0;
+    for (int i = lane_index(); i < B; i += 32) {
+        record[3 + i] = i < emitted ? choice[i] : -1;
+        record[3 + B + i] = !is_done && 0 < i && i < width ? drafts[i] : -1;
+    }
+    if (lane_index() != 0) return;
+    record[0] = emitted, record[1] = kept, record[2] = is_done ? 0 : why;
+    if (is_done) return;
+    start[n] += emitted;
+    fresh[n] += emitted;
+    left[n] = budget - emitted;
+    done[n] = why;
+    anchor[n] = emitted ? choice[emitted - 1] : 0;
+}

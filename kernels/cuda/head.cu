@@ -1,0 +1,14 @@
+/* head: ids[pick[i]] = the smallest argmax of the first `limit` logits of row i; a NaN never wins.
+ * Grid:   one block a picked row, 256 threads.
+ * Moves:  M*limit floats that linear wrote; bound by L2.
+ * Source: playbook 3. Truth: oracle.py head. */
+#include "common.cuh"
+
+/* logits: rows that begin `stride` floats apart. */
+extern "C" __global__ void head(const float* logits, const int* pick, int* ids, int limit, int stride) {
+    Best best{-infinity(), 0};
+    for (int n = threadIdx.x; n < limit; n += blockDim.x)
+        best = better(best, Best{logits[(size_t)blockIdx.x * stride + n], n});
+    best = block_best(best);
+    if (threadIdx.x == 0) ids[pick[blockIdx.x]] = best.index;
+}

@@ -1,0 +1,41 @@
+/* What the plain kernels share: types by macro, one warp a weight row, tokens in groups of 8.
+ * ACTIVATION, WEIGHT: float or bf16. Every kernel here takes any shape and is the reading copy of a fast one.
+ */
+#pragma once
+#include "common.cuh"
+
+#ifndef ACTIVATION
+#define ACTIVATION bf16
+#endif
+#ifndef WEIGHT
+#define WEIGHT bf16
+#endif
+
+constexpr int GROUP = 8;  // tokens that one read of a weight row serves
+constexpr int WARPS = 4;  // of a block
+
+/* Lane i < count gets w . tokens[i], for up to GROUP tokens of `cols` elements; the other lanes get 0.
+ * Lane l sums k = l, l + 32, ..., then the 32 sums meet in lane order: the same bits whatever `count` is. */
+template <class W, class X>
+__device__ __forceinline__ float dot_group(const W* w, const X* tokens, int cols, int count) {
+    __shared__ float part[WARPS][GROUP][33];
+    float sum[GROUP] = {};
+    for (int k = lane_index(); k < cols; k += 32) {
+        float weight = to_f32(w[k]);
+#pragma unroll
+        for (int i = 0; i < GROUP; ++i)
+            if (i < count) sum[i] = fmaf(weight, to_f32(tokens[(size_t)i * cols + k]), sum[i]);
+    }
+    float (&mine)[GROUP][33] = part[warp_index()];
+    __syncwarp();  // the last group's sums have been read
+#pragma unroll
+    for (int i = 0; i < GROUP; ++i) mine[i][lane_index()] = sum[i];
+    __syncwarp();
+    float total = 0.f;
+    if (lane_index() < count)
+        for (int l = 0; l < 32; ++l) total += mine[lane_index()][l];
+    return total;
+}
+
+__device__ __forceinline__ int warps_in_grid() { return gridDim.x * WARPS; }
+__device__ __forceinline__ int warp_in_grid() { return blockIdx.x * WARPS + warp_index(); }

@@ -1,0 +1,337 @@
+/* The frame of the *_fast kernels: tokens (rows x K) times packed weights (N x K) transposed, for few rows.
+ * Grid:   persistent; block b owns K slice b % slices, and of it the row tiles b / slices, + blocks / slices, ...
+ *         WARPS warps stream weights through mma; one more adds up their sums and finishes tiles, so that what
+ *         a tile's end costs does not hold up the stream. Shared: the slice's tokens, two sets of sums.
+ * Moves:  the weights once; tokens once a block, from L2.
+ * Layout: packed weights [N/16][K/32][2][lane][8] bf16, sizes rounded up with zeros (pack.cu). In each 32 k, lane
+ *         l owns k 8(l%4)..+7 and gives 4 of them to each of two mma's, so the B operands of both are one plain
+ *         16-byte read of a token row. Only the order of the sum changes, the same for all weights.
+ * Bits:   a row's sum runs over a warp's chunks, then warps, then slices, each ascending: never a matter of rows.
+ * Source: kernel-playbook 2, 2a; warps that add through shared memory as in Marlin (Frantar et al. 2024). */
+#pragma once
+#include "sm90.cuh"
+
+#ifndef TOKEN_TILES
+#define TOKEN_TILES 1  // groups of 8 token rows
+#endif
+#ifndef STREAM_WARPS
+#define STREAM_WARPS 8
+#endif
+#ifndef STEP_CHUNKS
+#define STEP_CHUNKS 4  // chunks of 32 k that a warp takes in one step: 2 loads of 16 bytes a lane each
+#endif
+#ifndef STEPS_AHEAD
+#define STEPS_AHEAD 1  // steps whose weights are on their way to registers
+#endif
+#ifndef BLOCKS_PER_SM
+#define BLOCKS_PER_SM 2
+#endif
+
+constexpr int WARPS = STREAM_WARPS;
+constexpr int THREADS = 32 * (WARPS + 1);
+constexpr int CHUNKS = STEP_CHUNKS;
+constexpr int AHEAD = STEPS_AHEAD;
+constexpr int UNITS = 2 * TOKEN_TILES;  // pairs of outputs a lane: rows g and g + 8 of one token, g = lane / 4
+constexpr int MOST_ROWS = 8 * TOKEN_TILES;
+constexpr int CHUNK_BYTES = 1024;
+constexpr int SQUARES = 64;  // floats a slice at the start of the workspace: sums of squares by token row
+
+/* What one block does. */
+struct Task {
+    int rows, cols, tiles;          // token rows, K, row tiles of all weights
+    int slice, slices, begin, end;  // this block's chunks of K
+    int first, step;                // its tiles: first, first + step, ...
+    int pitch;                      // bytes between token rows in shared memory: 64 modulo 128, no bank conflicts
+};
+
+__device__ __forceinline__ Task make_task(int rows, int cols, int tiles, int slices) {
+    Task task;
+    int chunks = (cols + 31) / 32;
+    task.rows = rows, task.cols = cols, task.tiles = tiles;
+    task.slice = blockIdx.x % slices, task.slices = slices;
+    task.begin = chunks * task.slice / slices;
+    task.end = chunks * (task.slice + 1) / slices;
+    task.first = blockIdx.x / slices, task.step = gridDim.x / slices;
+    task.pitch = 64 * ((chunks + slices - 1) / slices | 1);
+    return task;
+}
+
+/* One packed matrix, or two whose tiles follow each other. */
+struct Weights {
+    const char *first, *second;
+    int first_tiles;
+    size_t tile_bytes;
+
+    __device__ __forceinline__ const char* at(int tile) const {
+        return tile < first_tiles ? first + tile * tile_bytes : second + (tile - first_tiles) * tile_bytes;
+    }
+};
+
+__device__ __forceinline__ Weights one_matrix(const u16* w, int tiles, int cols) {
+    return Weights{(const char*)w, nullptr, tiles, (size_t)(cols + 31) / 32 * CHUNK_BYTES};
+}
+
+/* The token row and the weight row within its tile of unit q: v[q].x is row g, v[q].y row g + 8. */
+__device__ __forceinline__ int token_of(int q) { return 8 * (q / 2) + 2 * (lane_index() % 4) + q % 2; }
+__device__ __forceinline__ int row_of() { return lane_index() / 4; }
+
+// ---- tokens ----
+
+/* 8 activations from column k; zeros past the end. */
+__device__ __forceinline__ uint4 load_piece(const bf16* row, int k, int cols) {
+    if (cols % 8 == 0) return k < cols ? *(const uint4*)(row + k) : make_uint4(0, 0, 0, 0);
+    u32 bits[8];  // rows are then not aligned
+#pragma unroll
+    for (int i = 0; i < 8; ++i) bits[i] = k + i < cols ? row[k + i].bits : 0;
+    return make_uint4(bits[0] | bits[1] << 16, bits[2] | bits[3] << 16, bits[4] | bits[5] << 16,
+                      bits[6] | bits[7] << 16);
+}
+
+/* This slice of the token rows into shared memory; with a norm, times its scale, rounded to bf16, and each row's
+ * sum of squares to `squares`: the root scales the finished sums (see RowScale). One warp a row, so that a row's
+ * bits are its own. All blocks of a slice write the same squares. pick: which rows of x, null for all. */
+template <bool IS_NORMED>
+__device__ __forceinline__ void lay_tokens(const Task& task, const bf16* x, const int* pick, const float* norm,
+                                           float* squares, unsigned char* tokens) {
+    int pieces = 4 * (task.end - task.begin);
+    for (int row = warp_index(); row < task.rows; row += WARPS + 1) {
+        const bf16* from = x + (size_t)(pick ? pick[row] : row) * task.cols;
+        float sum = 0.f;
+#pragma unroll 4
+        for (int piece = lane_index(); piece < pieces; piece += 32) {
+            int k = 32 * task.begin + 8 * piece;
+            uint4 v = load_piece(from, k, task.cols);
+            if (IS_NORMED) {
+                u32 pairs[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    float low = low_f32(pairs[i]), high = high_f32(pairs[i]);
+                    sum += low * low;
+                    sum += high * high;
+                    int at = k + 2 * i;
+                    pairs[i] = pack_bf16(at < task.cols ? low * norm[at] : 0.f,
+                                         at + 1 < task.cols ? high * norm[at + 1] : 0.f);
+                }
+                v = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+            }
+            *(uint4*)(tokens + row * task.pitch + 16 * piece) = v;
+        }
+        if (IS_NORMED) {
+            sum = warp_sum(sum);
+            if (lane_index() == 0) squares[SQUARES * task.slice + row] = sum;
+        }
+    }
+}
+
+// ---- the stream of weights: WARPS warps ----
+
+/* Where a warp is in its weights: steps of CHUNKS chunks, interleaved among warps, tile after tile. */
+struct Cursor {
+    int tile, step, chunks;  // chunks: of this warp in this step
+
+    __device__ __forceinline__ void count(const Task& task) {
+        int own = (task.end - task.begin - warp_index() + WARPS - 1) / WARPS;
+        chunks = task.tiles > tile ? min(own - step * CHUNKS, CHUNKS) : 0;
+    }
+
+    __device__ __forceinline__ void advance(const Task& task, int steps) {
+        if (++step == steps) step = 0, tile += task.step;
+        count(task);
+    }
+
+    __device__ __forceinline__ const char* address(const Task& task, const Weights& weights) const {
+        if (!chunks) return nullptr;
+        size_t chunk = task.begin + step * CHUNKS * WARPS + warp_index();
+        return weights.at(tile) + chunk * CHUNK_BYTES + 16 * lane_index();
+    }
+};
+
+__device__ __forceinline__ int steps_of(const Task& task) {
+    int most = (task.end - task.begin + WARPS - 1) / WARPS;
+    return (most + CHUNKS - 1) / CHUNKS;
+}
+
+typedef uint4 Fragments[2 * CHUNKS];
+
+__device__ __forceinline__ void load_chunk(Fragments& a, int u, const char* at) {
+    a[2 * u] = load_stream(at + u * WARPS * CHUNK_BYTES);
+    a[2 * u + 1] = load_stream(at + u * WARPS * CHUNK_BYTES + CHUNK_BYTES / 2);
+}
+
+/* sums: [2][WARPS][UNITS][32]. Each set is written by all warps (`full`), then read by the last (`empty`). */
+__device__ __forceinline__ void hand_over(float (&acc)[TOKEN_TILES][4], int ordinal, float2* sums, u64* full,
+                                          u64* empty) {
+    int set = ordinal & 1;
+    mbarrier_wait(&empty[set], (ordinal >> 1 & 1) ^ 1);
+    float2* to = sums + (set * WARPS + warp_index()) * UNITS * 32 + lane_index();
+#pragma unroll
+    for (int n = 0; n < TOKEN_TILES; ++n) {
+        to[64 * n] = make_float2(acc[n][0], acc[n][2]);
+        to[64 * n + 32] = make_float2(acc[n][1], acc[n][3]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) acc[n][i] = 0.f;
+    }
+    __syncwarp();
+    if (lane_index() == 0) mbarrier_arrive(&full[set]);
+}
+
+__device__ __forceinline__ void stream(const Task& task, const Weights& weights, Fragments (&a)[AHEAD],
+                                       Cursor next, const unsigned char* tokens, float2* sums, u64* full,
+                                       u64* empty) {
+    const unsigned char* row = tokens + row_of() * task.pitch + 64 * warp_index() + 16 * (lane_index() % 4);
+    float acc[TOKEN_TILES][4] = {};
+    int steps = steps_of(task), ordinal = 0;
+    Cursor here{task.first, 0, 0};
+    here.count(task);
+    bool has_launched = false;
+    while (true) {
+#pragma unroll
+        for (int s = 0; s < AHEAD; ++s) {
+            if (here.tile >= task.tiles) return;
+            const char* at = next.address(task, weights);
+            if (!at && !has_launched && next.tile >= task.tiles && warp_index() == 0) {
+                griddep_launch();
+                has_launched = true;
+            }
+            const unsigned char* k = row + here.step * (CHUNKS * WARPS * 64);
+#pragma unroll
+            for (int u = 0; u < CHUNKS; ++u) {
+                if (u < here.chunks)
+#pragma unroll
+                    for (int n = 0; n < TOKEN_TILES; ++n) {
+                        uint4 b = *(const uint4*)(k + 8 * n * task.pitch + u * WARPS * 64);
+                        mma_bf16(acc[n], a[s][2 * u], b.x, b.y);
+                        mma_bf16(acc[n], a[s][2 * u + 1], b.z, b.w);
+                    }
+                if (u < next.chunks) load_chunk(a[s], u, at);
+            }
+            next.advance(task, steps);
+            if (here.step == steps - 1) hand_over(acc, ordinal++, sums, full, empty);
+            here.advance(task, steps);
+        }
+    }
+}
+
+// ---- the end of a tile: the last warp ----
+
+/* Every lane of the warp that arrives last of `total` gets true and sees what the others' warps wrote before.
+ * The counter is left at zero. */
+__device__ __forceinline__ bool warp_last_to_arrive(u32* counter, u32 total) {
+    __syncwarp();
+    u32 before = 0;
+    if (lane_index() == 0) {
+        before = atomic_add_acq_rel(counter, 1);
+        if (before == total - 1) store_release(counter, 0);
+    }
+    before = __shfl_sync(FULL_WARP, before, 0);
+    __syncwarp();  // a shuffle alone orders no memory
+    return before == total - 1;
+}
+
+/* Where unit 0 of this lane lies among the slices' sums: [tile][slice][UNITS][32]. */
+__device__ __forceinline__ float2* slice_sums(const Task& task, float* work, int tile, int slice) {
+    float2* sums = (float2*)(work + SQUARES * task.slices);
+    return sums + ((size_t)tile * task.slices + slice) * UNITS * 32 + lane_index();
+}
+
+__device__ __forceinline__ void keep_slice(const Task& task, float* work, int tile, const float2 (&v)[UNITS]) {
+    float2* to = slice_sums(task, work, tile, task.slice);
+#pragma unroll
+    for (int q = 0; q < UNITS; ++q) __stcg(to + 32 * q, v[q]);
+}
+
+/* True for the slice that comes last to a tile; v is then the sum over all slices. */
+__device__ __forceinline__ bool merge(const Task& task, float* work, u32* counters, int tile,
+                                      float2 (&v)[UNITS]) {
+    if (task.slices == 1) return true;
+    keep_slice(task, work, tile, v);
+    if (!warp_last_to_arrive(counters + tile, task.slices)) return false;
+#pragma unroll
+    for (int q = 0; q < UNITS; ++q) v[q] = make_float2(0.f, 0.f);
+    const float2* from = slice_sums(task, work, tile, 0);
+#pragma unroll 4
+    for (int slice = 0; slice < task.slices; ++slice) {
+#pragma unroll
+        for (int q = 0; q < UNITS; ++q) {
+            float2 part = __ldcg(from + 32 * (slice * UNITS + q));
+            v[q].x += part.x, v[q].y += part.y;
+        }
+    }
+    return true;
+}
+
+/* 1 / rms of each token row, from the slices' sums of squares; ready once any tile is whole. */
+struct RowScale {
+    float of[MOST_ROWS];
+
+    /* By one warp. */
+    __device__ __forceinline__ void make(const Task& task, const float* squares, float eps) {
+        if (lane_index() < MOST_ROWS) {
+            float sum = 0.f;
+            for (int slice = 0; slice < task.slices; ++slice)
+                sum += __ldcg(squares + SQUARES * slice + lane_index());
+            of[lane_index()] = rsqrtf(sum / task.cols + eps);
+        }
+        __syncwarp();
+    }
+};
+
+/* sink(tile, v) gets each tile of this block once its warps' sums are added up. */
+template <class Sink>
+__device__ __forceinline__ void gather(const Task& task, const float2* sums, u64* full, u64* empty,
+                                       Sink& sink) {
+    int ordinal = 0;
+    for (int tile = task.first; tile < task.tiles; tile += task.step, ++ordinal) {
+        int set = ordinal & 1;
+        const float2* from = sums + set * WARPS * UNITS * 32 + lane_index();
+        float2 v[UNITS];
+        mbarrier_wait(&full[set], ordinal >> 1 & 1);
+#pragma unroll
+        for (int q = 0; q < UNITS; ++q) v[q] = from[32 * q];
+#pragma unroll
+        for (int warp = 1; warp < WARPS; ++warp)
+#pragma unroll
+            for (int q = 0; q < UNITS; ++q) {
+                float2 part = from[32 * (warp * UNITS + q)];
+                v[q].x += part.x, v[q].y += part.y;
+            }
+        __syncwarp();
+        if (lane_index() == 0) mbarrier_arrive(&empty[set]);
+        sink(tile, v);
+    }
+}
+
+/* The whole of it. Weights are asked for first, so they travel while the kernel before this one ends. */
+template <bool IS_NORMED, class Sink>
+__device__ __forceinline__ void skinny(const Task& task, const Weights& weights, const bf16* x, const int* pick,
+                                       const float* norm, float* squares, Sink& sink) {
+    extern __shared__ __align__(128) unsigned char dynamic[];
+    __shared__ u64 full[2], empty[2];
+    float2* sums = (float2*)dynamic;
+    unsigned char* tokens = dynamic + 2 * WARPS * UNITS * 32 * sizeof(float2);
+    bool is_streaming = warp_index() < WARPS;
+    Fragments a[AHEAD];
+    Cursor next{task.first, 0, 0};
+    if (is_streaming) {
+        next.count(task);
+#pragma unroll
+        for (int s = 0; s < AHEAD; ++s) {
+            const char* at = next.address(task, weights);
+#pragma unroll
+            for (int u = 0; u < CHUNKS; ++u)
+                if (u < next.chunks) load_chunk(a[s], u, at);
+            next.advance(task, steps_of(task));
+        }
+    }
+    if (threadIdx.x == 0) {
+        for (int set = 0; set < 2; ++set) mbarrier_init(&full[set], WARPS), mbarrier_init(&empty[set], 1);
+        mbarrier_fence_init();
+    }
+    griddep_wait();
+    lay_tokens<IS_NORMED>(task, x, pick, norm, squares, tokens);
+    __syncthreads();
+    if (is_streaming)
+        stream(task, weights, a, next, tokens, sums, full, empty);
+    else
+        gather(task, sums, full, empty, sink);
+}

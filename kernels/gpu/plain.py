@@ -1,0 +1,141 @@
+"""The plain variant of every row: any activation type, any plain weight, any shape. One function a row, arguments in table order.
+
+A row is one to four launches: a norm into the workspace, the matrix product, what finishes it. Behind the counters
+the workspace holds the normed rows, then the products, both f32 and row by row.
+"""
+
+from . import COUNTERS
+
+THREADS = 128  # of a block of plain.cuh: 4 warps
+C_TYPES = {"f32": "float", "bf16": "bf16"}
+
+
+def work_size(rows, cols, outputs):
+    """f32 behind the counters for `rows` token rows of `cols` inputs and `outputs` outputs."""
+    return rows * (cols + outputs)
+
+
+def _types(backend, weight=None, **others):
+    """-D of a file: the activation type, the weight's, and others given as "f32" or "bf16"."""
+    kinds = {"ACTIVATION": backend.activations, **others}
+    if weight is not None:
+        if weight.layout != "plain":
+            raise NotImplementedError(f"a plain kernel got a weight in layout {weight.layout}")
+        kinds["WEIGHT"] = weight.dtype
+    return {name: C_TYPES[kind] for name, kind in kinds.items()}
+
+
+def _blocks(backend, warps):
+    """Blocks for this many warps of work, each of which may walk on: enough to fill the device."""
+    return max(1, min(-(-warps * 32 // THREADS), 8 * backend.sms))
+
+
+def _norm(backend, x, pick, norm, eps, out, rows, source, target):
+    """out: `rows` normed rows of x (of x[pick]). source, target: types of x and out."""
+    defines = _types(backend, FROM=source, TO=target)
+    backend.launch("norm.cu", "normalise", rows, THREADS, 0, [x, pick, norm, eps, out, len(norm)], defines)
+
+
+def _linear(backend, w, x, kind, out, stride):
+    """out[t, :rows] = w x[t]. kind: type of x, "f32" in the workspace. stride: f32 between rows of out."""
+    rows, cols = w.shape
+    tokens = x.size // cols
+    defines = _types(backend, w, TOKEN=kind)
+    args = [w.data, x, out, tokens, rows, cols, stride]
+    backend.launch("linear.cu", "linear", _blocks(backend, rows), THREADS, 0, args, defines)
+
+
+def _laid(backend, x, pick, norm, eps, work):
+    """(normed rows in the workspace, what is free behind them)."""
+    rows, cols = len(x) if pick is None else len(pick), x.shape[1]
+    laid, free = work[COUNTERS : COUNTERS + rows * cols], work[COUNTERS + rows * cols :]
+    _norm(backend, x, pick, norm, eps, laid, rows, backend.activations, "f32")
+    return laid, free
+
+
+def embed(backend, ids, table, scale, x):
+    rows, width = x.shape
+    args = [ids, table.data, scale, x, width]
+    backend.launch("embed.cu", "embed", rows, THREADS, 0, args, _types(backend, table))
+
+
+def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot, pos, cache_k, cache_v, work,
+        q):  # fmt: skip
+    (rows, heads, size), (_, groups, room, _), wide = q.shape, cache_k.shape, wq.rows + wkv.rows
+    laid, y = _laid(backend, x, None, norm, eps, work)
+    _linear(backend, wq, laid, "f32", y, wide)
+    _linear(backend, wkv, laid, "f32", y[wq.rows :], wide)
+    args = [y, eps, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot, pos, cache_k, cache_v, q]
+    args += [rows, heads, groups, room, size, cos.shape[1]]
+    blocks = -(-rows * (heads + 2 * groups) * 32 // THREADS)
+    backend.launch("qkv.cu", "qkv", blocks, THREADS, 0, args, _types(backend))
+
+
+def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, work, o):
+    (rows, heads, size), (_, groups, room, _) = q.shape, cache_k.shape
+    if size > 512:
+        raise NotImplementedError(f"attend: heads of {size}, the kernel holds 512")
+    args = [q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, o, groups, room, size]
+    backend.launch("attend.cu", "attend", (heads, rows), 128, 4 * (size + 128), args, _types(backend))
+
+
+def linear_add(backend, a, w, bias, tap_row, tap_at, x, taps, work):
+    rows, width = x.shape
+    columns = 0 if taps is None else taps.shape[1]
+    args = [a, w.data, bias, tap_row, tap_at, x, taps, rows, width, a.shape[1], columns]
+    blocks = _blocks(backend, width)
+    backend.launch("linear_add.cu", "linear_add", blocks, THREADS, 0, args, _types(backend, w))
+
+
+def gate_up(backend, x, norm, eps, w, work, h):
+    (rows, width), ffn = x.shape, h.shape[1]
+    laid, _ = _laid(backend, x, None, norm, eps, work)
+    args = [laid, w.data, h, rows, width, ffn]
+    blocks = _blocks(backend, ffn)
+    backend.launch("gate_up.cu", "gate_up", blocks, THREADS, 0, args, _types(backend, w))
+
+
+def head(backend, x, pick, norm, eps, w, limit, ids, work):
+    if not len(pick):
+        return
+    laid, y = _laid(backend, x, pick, norm, eps, work)
+    _linear(backend, w, laid, "f32", y, w.rows)
+    backend.launch("head.cu", "head", len(pick), 256, 0, [y, pick, ids, limit, w.rows])
+
+
+def head_logits(backend, x, norm, eps, w, work, logits):
+    laid, _ = _laid(backend, x, None, norm, eps, work)
+    _linear(backend, w, laid, "f32", logits, w.rows)
+
+
+def fuse(backend, taps, w, norm, eps, work, f):
+    y = work[COUNTERS:]
+    _linear(backend, w, taps, backend.activations, y, w.rows)
+    _norm(backend, y, None, norm, eps, f, len(f), "f32", backend.activations)
+
+
+def inject(backend, f, wkv, kv_bias, k_norm, eps, cos, sin, slot, pos, cache_k, cache_v, work):
+    rows, (layers, slots, groups, room, size) = len(f), cache_k.shape
+    y = work[COUNTERS:]
+    _linear(backend, wkv, f, backend.activations, y, wkv.rows)
+    args = [y, kv_bias, k_norm, eps, cos, sin, slot, pos, cache_k, cache_v]
+    args += [rows, layers, slots, groups, room, size, cos.shape[1]]
+    blocks = -(-rows * layers * 2 * groups * 32 // THREADS)
+    backend.launch("inject.cu", "inject", blocks, THREADS, 0, args, _types(backend))
+
+
+def stage(backend, anchor, start, fresh, done, fill, ids, slot, pos, begin, end, row):
+    slots, width = len(anchor), len(ids) // len(anchor)
+    args = [anchor, start, fresh, done, fill, ids, slot, pos, begin, end, row, width, fill.shape[1]]
+    backend.launch("control.cu", "stage", slots, 32, 0, args)
+
+
+def stage_context(backend, start, fresh, slot, pos):
+    args = [start, fresh, slot, pos, len(slot) // len(start)]
+    backend.launch("control.cu", "stage_context", len(start), 32, 0, args)
+
+
+def accept(backend, drafts, choice, stop, start, anchor, fresh, left, done, record):
+    args = [drafts, choice, stop, start, anchor, fresh, left, done, record]
+    args += [len(choice) // len(start), drafts.shape[1], len(stop)]
+    backend.launch("control.cu", "accept", len(start), 32, 0, args)

@@ -1,0 +1,94 @@
+"""How a skinny matrix product is cut over a GPU: a function of (N, K, multiprocessors) alone, never of the rows.
+
+The cut fixes in which order a row's sum is taken (kernels/cuda/skinny.cuh), so it must not change with the number of
+token rows: plain and verify rounds would rank near-ties differently.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+TILE, CHUNK = 16, 32  # output rows of a tile; inputs of a chunk
+SQUARES = 64  # f32 a slice, as in skinny.cuh
+SHARED_PER_SM, SHARED_PER_BLOCK = (
+    233472,
+    232448,
+)  # H100 and newer; each block costs 1 KB more than it asks for
+STATIC = 2048  # shared bytes that kernels of the family declare themselves
+ROWS = 32  # token rows of one pass; more rows are more passes
+MOST_SLICED_TILES = 4000  # one counter a tile when there is more than one slice
+
+
+@dataclass(frozen=True)
+class Split:
+    """slices of K; blocks a multiprocessor; streaming warps a block; chunks a step and steps ahead of a warp."""
+
+    slices: int
+    blocks: int
+    warps: int
+    chunks: int = 4
+    ahead: int = 1
+
+    def grid(self, tiles, sms):
+        """Blocks of a launch: a multiple of slices."""
+        return self.slices * max(1, min(tiles, self.blocks * sms // self.slices))
+
+    @property
+    def threads(self):
+        return 32 * (self.warps + 1)
+
+    def shared(self, cols, token_tiles):
+        """Dynamic shared bytes: two sets of the warps' sums, then the token rows."""
+        chunks = -(-cols // CHUNK)
+        pitch = 64 * (-(-chunks // self.slices) | 1)
+        return 2 * self.warps * 2 * token_tiles * 256 + 8 * token_tiles * pitch
+
+    def fits(self, cols, token_tiles):
+        need = self.shared(cols, token_tiles) + STATIC
+        return need <= SHARED_PER_BLOCK and self.blocks * (need + 1024) <= SHARED_PER_SM
+
+    def token_tiles(self, cols, rows):
+        """Groups of 8 rows for a pass of at most `rows` rows: 1, 2 or 4; what shared memory holds."""
+        for wanted in (1, 2, 4):
+            if 8 * wanted >= rows and self.fits(cols, wanted):
+                return wanted
+        return max(t for t in (1, 2, 4) if self.fits(cols, t))
+
+    def work(self, tiles):
+        """f32 of workspace: sums of squares, then every slice's sums of every tile."""
+        return self.slices * (SQUARES + tiles * TILE * ROWS)
+
+
+MEASURED = {}  # (N, K, sms) -> Split, where bench/gemm.py found a better one than the rule
+
+
+@lru_cache(maxsize=None)
+def choose(outputs, cols, sms, whole=False):
+    """The Split of a product with `outputs` x `cols` weights.
+
+    whole: K may not be cut (the head: logits are compared where they are made). Errors: ValueError when K is too
+    long for shared memory at 8 rows.
+    """
+    if (outputs, cols, sms) in MEASURED and not whole:
+        return MEASURED[outputs, cols, sms]
+    tiles, chunks = -(-outputs // TILE), -(-cols // CHUNK)
+    most = 1 if whole or tiles > MOST_SLICED_TILES else min(chunks, 32)
+    best = None
+    for blocks, warps in ((2, 8), (2, 4), (1, 16)):
+        for slices in range(1, most + 1):
+            split = Split(slices, blocks, warps)
+            if not split.fits(cols, 1 if whole else 4) or slices > blocks * sms:
+                continue
+            score = _efficiency(split, tiles, chunks, sms) - 0.004 * slices
+            if best is None or score > best[0] + 1e-9:
+                best = score, split
+    if best is None:
+        raise ValueError(f"no split of K = {cols} fits shared memory")
+    return best[1]
+
+
+def _efficiency(split, tiles, chunks, sms):
+    """Weights over what the busiest warp of the busiest block could have streamed in its time."""
+    groups = split.grid(tiles, sms) // split.slices
+    rounds = -(-tiles // groups)
+    own = -(-(-(-chunks // split.slices)) // split.warps)  # chunks of the busiest warp a tile
+    return tiles * chunks / (rounds * own * split.warps * split.blocks * sms)
