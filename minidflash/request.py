@@ -133,7 +133,11 @@ def reserve(engine, request):
     try:
         stop_ids = frozenset() if request.ignore_eos else engine.stop_ids
         shape = 1, request.block, stop_ids, request.drafts
-        if engine.state is None or engine.state_shape != shape:
+        # A plain run fits into the buffers of a drafted one; they are not given up for it.
+        fits = engine.state_shape == shape or (
+            not request.drafts and (engine.state_shape or shape)[2] == stop_ids
+        )
+        if engine.state is None or not fits:
             engine.state, engine.programs = None, {}
             drafter = engine.drafter.config if request.drafts else None
             engine.state = make_state(

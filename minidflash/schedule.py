@@ -2,8 +2,8 @@
 
 import time
 
-PROBE = 0.01  # share of plain decoding's time that drafting may lose to learn whether it pays ...
-CREDIT = 4.0  # ... and how many plain rounds it may lose to start with: 4 + 0.01 n < 5 % of n at 256 tokens
+PROBE = 0.02  # share of plain decoding's time that drafting may lose to learn whether it pays ...
+CREDIT = 3.0  # ... and how many plain rounds it may lose to start with: 3 + 0.02 n < 5 % of n at 256 tokens
 DECAY = 0.9  # weight of a round's acceptance, from one round to the next
 PRIOR, WEIGHT = (
     0.75,
