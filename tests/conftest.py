@@ -10,6 +10,10 @@ from minidflash.kernels import open_ops
 from minidflash.errors import UserError
 from tests import golden_files
 
+# Read when Numba first runs a parallel kernel: OpenMP threads that spin for a core which others use make tiny models
+# 10 to 100 times slower on a shared machine (F92).
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 BACKENDS = "oracle", "numba", "emulate", "cuda"
 
 
