@@ -30,7 +30,8 @@ struct AddResidual {
         for (int q = 0; q < UNITS; ++q) {
             int token = token_of(q);
             if (token >= task.rows) continue;
-            bf16 low = to_bf16(old[q].x + (v[q].x + bias_low)), high = to_bf16(old[q].y + (v[q].y + bias_high));
+            bf16 low = to_bf16(old[q].x + (v[q].x + bias_low)),
+                 high = to_bf16(old[q].y + (v[q].y + bias_high));
             bf16* to = x + (size_t)token * outputs + n;
             if (has_low) to[0] = low;
             if (has_high) to[8] = high;

@@ -1,7 +1,7 @@
 /* pack: rows of a plain (N, K) bf16 matrix into the fragment order of skinny.cuh; unpack: back again.
- * A packed tile's rows 0..7 come from `top`, rows 8..15 from `bottom`; the next tile is `stride` rows on. One matrix:
- * bottom = top + 8 rows, stride 16. Gate and up: bottom = the first up row, stride 8, so that a thread holds both.
- * Grid:   a thread for 8 k of one row pair: tiles * ceil(K/32) * 32 threads, 256 a block.
+ * A packed tile's rows 0..7 come from `top`, rows 8..15 from `bottom`; the next tile is `stride` rows on. One
+ * matrix: bottom = top + 8 rows, stride 16. Gate and up: bottom = the first up row, stride 8, so that a
+ * thread holds both. Grid:   a thread for 8 k of one row pair: tiles * ceil(K/32) * 32 threads, 256 a block.
  * Moves:  N*K*4 bytes, once at load. */
 #include "common.cuh"
 
@@ -43,8 +43,8 @@ struct Place {
     }
 };
 
-extern "C" __global__ void pack(const u16* top, const u16* bottom, uint4* packed, int top_rows, int bottom_rows,
-                                int stride, int tiles, int cols) {
+extern "C" __global__ void pack(const u16* top, const u16* bottom, uint4* packed, int top_rows,
+                                int bottom_rows, int stride, int tiles, int cols) {
     int chunks = (cols + 31) / 32;
     Place place(chunks, stride);
     if (place.tile >= tiles) return;

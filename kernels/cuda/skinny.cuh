@@ -1,13 +1,13 @@
 /* The frame of the *_fast kernels: tokens (rows x K) times packed weights (N x K) transposed, for few rows.
- * Grid:   persistent; block b owns K slice b % slices, and of it the row tiles b / slices, + blocks / slices, ...
- *         WARPS warps stream weights through mma; one more adds up their sums and finishes tiles, so that what
- *         a tile's end costs does not hold up the stream. Shared: the slice's tokens, two sets of sums.
- * Moves:  the weights once; tokens once a block, from L2.
- * Layout: packed weights [N/16][K/32][2][lane][8] bf16, sizes rounded up with zeros (pack.cu). In each 32 k, lane
- *         l owns k 8(l%4)..+7 and gives 4 of them to each of two mma's, so the B operands of both are one plain
- *         16-byte read of a token row. Only the order of the sum changes, the same for all weights.
- * Bits:   a row's sum runs over a warp's chunks, then warps, then slices, each ascending: never a matter of rows.
- * Source: kernel-playbook 2, 2a; warps that add through shared memory as in Marlin (Frantar et al. 2024). */
+ * Grid:   persistent; block b owns K slice b % slices, and of it the row tiles b / slices, + blocks / slices,
+ * ... WARPS warps stream weights through mma; one more adds up their sums and finishes tiles, so that what a
+ * tile's end costs does not hold up the stream. Shared: the slice's tokens, two sets of sums. Moves:  the
+ * weights once; tokens once a block, from L2. Layout: packed weights [N/16][K/32][2][lane][8] bf16, sizes
+ * rounded up with zeros (pack.cu). In each 32 k, lane l owns k 8(l%4)..+7 and gives 4 of them to each of two
+ * mma's, so the B operands of both are one plain 16-byte read of a token row. Only the order of the sum
+ * changes, the same for all weights. Bits:   a row's sum runs over a warp's chunks, then warps, then slices,
+ * each ascending: never a matter of rows. Source: kernel-playbook 2, 2a; warps that add through shared memory
+ * as in Marlin (Frantar et al. 2024). */
 #pragma once
 #include "sm90.cuh"
 
@@ -31,7 +31,8 @@ constexpr int WARPS = STREAM_WARPS;
 constexpr int THREADS = 32 * (WARPS + 1);
 constexpr int CHUNKS = STEP_CHUNKS;
 constexpr int AHEAD = STEPS_AHEAD;
-constexpr int UNITS = 2 * TOKEN_TILES;  // pairs of outputs a lane: rows g and g + 8 of one token, g = lane / 4
+constexpr int UNITS =
+    2 * TOKEN_TILES;  // pairs of outputs a lane: rows g and g + 8 of one token, g = lane / 4
 constexpr int MOST_ROWS = 8 * TOKEN_TILES;
 constexpr int CHUNK_BYTES = 1024;
 constexpr int SQUARES = 64;  // floats a slice at the start of the workspace: sums of squares by token row
@@ -41,7 +42,7 @@ struct Task {
     int rows, cols, tiles;          // token rows, K, row tiles of all weights
     int slice, slices, begin, end;  // this block's chunks of K
     int first, step;                // its tiles: first, first + step, ...
-    int pitch;                      // bytes between token rows in shared memory: 64 modulo 128, no bank conflicts
+    int pitch;  // bytes between token rows in shared memory: 64 modulo 128, no bank conflicts
 };
 
 __device__ __forceinline__ Task make_task(int rows, int cols, int tiles, int slices) {
@@ -77,49 +78,69 @@ __device__ __forceinline__ int row_of() { return lane_index() / 4; }
 
 // ---- tokens ----
 
-/* 8 activations from column k; zeros past the end. */
+/* 8 activations from column k; zeros past the end. Aligned: 16 bytes at once. */
+template <bool IS_ALIGNED>
 __device__ __forceinline__ uint4 load_piece(const bf16* row, int k, int cols) {
-    if (cols % 8 == 0) return k < cols ? *(const uint4*)(row + k) : make_uint4(0, 0, 0, 0);
-    u32 bits[8];  // rows are then not aligned
+    if (IS_ALIGNED) return k < cols ? *(const uint4*)(row + k) : make_uint4(0, 0, 0, 0);
+    u32 bits[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) bits[i] = k + i < cols ? row[k + i].bits : 0;
     return make_uint4(bits[0] | bits[1] << 16, bits[2] | bits[3] << 16, bits[4] | bits[5] << 16,
                       bits[6] | bits[7] << 16);
 }
 
-/* This slice of the token rows into shared memory; with a norm, times its scale, rounded to bf16, and each row's
- * sum of squares to `squares`: the root scales the finished sums (see RowScale). One warp a row, so that a row's
- * bits are its own. All blocks of a slice write the same squares. pick: which rows of x, null for all. */
-template <bool IS_NORMED>
-__device__ __forceinline__ void lay_tokens(const Task& task, const bf16* x, const int* pick, const float* norm,
-                                           float* squares, unsigned char* tokens) {
+/* Two activations times their scales; their squares are added to sum. */
+__device__ __forceinline__ u32 scale_pair(u32 pair, float scale_low, float scale_high, float& sum) {
+    float low = low_f32(pair), high = high_f32(pair);
+    sum += low * low;
+    sum += high * high;
+    return pack_bf16(low * scale_low, high * scale_high);
+}
+
+template <bool IS_ALIGNED>
+__device__ __forceinline__ uint4 scale_piece(uint4 v, const float* norm, int k, int cols, float& sum) {
+    if (IS_ALIGNED) {
+        if (k >= cols) return v;
+        float4 a = *(const float4*)(norm + k), b = *(const float4*)(norm + k + 4);
+        return make_uint4(scale_pair(v.x, a.x, a.y, sum), scale_pair(v.y, a.z, a.w, sum),
+                          scale_pair(v.z, b.x, b.y, sum), scale_pair(v.w, b.z, b.w, sum));
+    }
+    float scale[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) scale[i] = k + i < cols ? norm[k + i] : 0.f;
+    return make_uint4(scale_pair(v.x, scale[0], scale[1], sum), scale_pair(v.y, scale[2], scale[3], sum),
+                      scale_pair(v.z, scale[4], scale[5], sum), scale_pair(v.w, scale[6], scale[7], sum));
+}
+
+/* One row's slice by one warp; returns the sum of squares. */
+template <bool IS_NORMED, bool IS_ALIGNED>
+__device__ __forceinline__ float lay_row(const Task& task, const bf16* row, const float* norm,
+                                         unsigned char* to) {
     int pieces = 4 * (task.end - task.begin);
+    float sum = 0.f;
+#pragma unroll(IS_ALIGNED ? 4 : 1)
+    for (int piece = lane_index(); piece < pieces; piece += 32) {
+        int k = 32 * task.begin + 8 * piece;
+        uint4 v = load_piece<IS_ALIGNED>(row, k, task.cols);
+        if (IS_NORMED) v = scale_piece<IS_ALIGNED>(v, norm, k, task.cols, sum);
+        *(uint4*)(to + 16 * piece) = v;
+    }
+    return IS_NORMED ? warp_sum(sum) : 0.f;
+}
+
+/* This slice of the token rows into shared memory; with a norm, times its scale, rounded to bf16, and each
+ * row's sum of squares to `squares`: the root scales the finished sums (RowScale). One warp a row, so that a
+ * row's bits are its own. All blocks of a slice write the same squares. pick: which rows of x, null for all.
+ */
+template <bool IS_NORMED>
+__device__ __forceinline__ void lay_tokens(const Task& task, const bf16* x, const int* pick,
+                                           const float* norm, float* squares, unsigned char* tokens) {
     for (int row = warp_index(); row < task.rows; row += WARPS + 1) {
         const bf16* from = x + (size_t)(pick ? pick[row] : row) * task.cols;
-        float sum = 0.f;
-#pragma unroll 4
-        for (int piece = lane_index(); piece < pieces; piece += 32) {
-            int k = 32 * task.begin + 8 * piece;
-            uint4 v = load_piece(from, k, task.cols);
-            if (IS_NORMED) {
-                u32 pairs[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    float low = low_f32(pairs[i]), high = high_f32(pairs[i]);
-                    sum += low * low;
-                    sum += high * high;
-                    int at = k + 2 * i;
-                    pairs[i] = pack_bf16(at < task.cols ? low * norm[at] : 0.f,
-                                         at + 1 < task.cols ? high * norm[at + 1] : 0.f);
-                }
-                v = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-            }
-            *(uint4*)(tokens + row * task.pitch + 16 * piece) = v;
-        }
-        if (IS_NORMED) {
-            sum = warp_sum(sum);
-            if (lane_index() == 0) squares[SQUARES * task.slice + row] = sum;
-        }
+        unsigned char* to = tokens + row * task.pitch;
+        float sum = task.cols % 8 ? lay_row<IS_NORMED, false>(task, from, norm, to)
+                                  : lay_row<IS_NORMED, true>(task, from, norm, to);
+        if (IS_NORMED && lane_index() == 0) squares[SQUARES * task.slice + row] = sum;
     }
 }
 
@@ -234,7 +255,8 @@ __device__ __forceinline__ float2* slice_sums(const Task& task, float* work, int
     return sums + ((size_t)tile * task.slices + slice) * UNITS * 32 + lane_index();
 }
 
-__device__ __forceinline__ void keep_slice(const Task& task, float* work, int tile, const float2 (&v)[UNITS]) {
+__device__ __forceinline__ void keep_slice(const Task& task, float* work, int tile,
+                                           const float2 (&v)[UNITS]) {
     float2* to = slice_sums(task, work, tile, task.slice);
 #pragma unroll
     for (int q = 0; q < UNITS; ++q) __stcg(to + 32 * q, v[q]);
@@ -303,8 +325,8 @@ __device__ __forceinline__ void gather(const Task& task, const float2* sums, u64
 
 /* The whole of it. Weights are asked for first, so they travel while the kernel before this one ends. */
 template <bool IS_NORMED, class Sink>
-__device__ __forceinline__ void skinny(const Task& task, const Weights& weights, const bf16* x, const int* pick,
-                                       const float* norm, float* squares, Sink& sink) {
+__device__ __forceinline__ void skinny(const Task& task, const Weights& weights, const bf16* x,
+                                       const int* pick, const float* norm, float* squares, Sink& sink) {
     extern __shared__ __align__(128) unsigned char dynamic[];
     __shared__ u64 full[2], empty[2];
     float2* sums = (float2*)dynamic;
