@@ -1,0 +1,212 @@
+"""Whole rounds of models of true shape with random weights: plain, verify, draft, inject, round, prefill.
+
+    python bench/round.py [--shapes qwen3-8b ...] [--contexts 128 2048 8192 32768] [--backend cuda] [--lossless TOKENS]
+
+Each part is a program of its own (a graph on CUDA), timed back to back; medians of 50. Floors are bytes over the copy
+bandwidth measured in the same run. Writes bench/results/round-NAME.json.
+"""
+
+import argparse
+import time
+from statistics import median
+
+import numpy as np
+import record
+from shapes import SHAPES, pass_bytes, random_engine
+
+import minidflash as md
+from minidflash import drafter as draft
+from minidflash import target as verifier
+from minidflash.loop import device_ids, one_round, prefill
+from minidflash.request import Request, release, reserve
+
+
+def copy_bandwidth(ops):
+    """Bytes a second of a big copy, read plus written."""
+    if ops.name == "cuda":
+        import cupy
+
+        a = cupy.zeros(2**30, cupy.uint8) + 7
+        b = cupy.empty_like(a)
+        begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+        times = []
+        for _ in range(12):
+            begin.record()
+            b[...] = a
+            end.record()
+            end.synchronize()
+            times.append(cupy.cuda.get_elapsed_time(begin, end) * 1e-3)
+        del a, b
+        cupy.get_default_memory_pool().free_all_blocks()
+    else:
+        a = np.ones(2**27, np.uint8)
+        b, times = np.empty_like(a), []
+        for _ in range(5):
+            since = time.perf_counter()
+            b[...] = a
+            times.append(time.perf_counter() - since)
+        return 2 * len(a) / median(times)
+    return 2 * 2**30 / median(times)
+
+
+def parts(engine, s, context, repeat):
+    """Milliseconds of every part of a round at a context: {name: median}."""
+    ops, taps = engine.ops, engine.drafter.config.taps
+
+    def place():
+        for buffer, value in ((s.start, context), (s.fresh, 0), (s.done, 0), (s.left, 10**6), (s.anchor, 5)):
+            ops.upload(buffer, np.array([value], np.int32))
+
+    def timed(fn, together=1):
+        program, times = ops.program(fn), []
+        for i in range(repeat + 3):
+            place()
+            ops.download(s.start)
+            since = time.perf_counter()
+            for _ in range(together):
+                program.launch()
+            ops.download(s.start)
+            if i >= 3:
+                times.append((time.perf_counter() - since) / together)
+        return round(1e3 * median(times), 4)
+
+    def verify(v):
+        return lambda: verifier.verify(ops, engine.target, s, v, taps, device_ids(ops, range(v)))
+
+    def drafted():
+        draft.draft(ops, engine, s, device_ids(ops, range(1, s.block)))
+
+    # 10 launches a timing: the host's turn is then a tenth of what it is in the loop, whose gap is reported apart.
+    found = {f"verify_{v}": timed(verify(v), 10) for v in (1, 4, 16)}
+    found["draft"] = timed(drafted, 10)
+    found["inject"] = timed(lambda: draft.inject_fresh(ops, engine.drafter, s), 10)
+    found["plain_round"] = timed(lambda: one_round(engine, s, False, 1, False), 10)
+    found["round_16"] = timed(lambda: one_round(engine, s, True, s.block, True), 5)
+    found["round_16_with_host"] = timed(lambda: one_round(engine, s, True, s.block, True), 1)
+    return found
+
+
+def measure(ops, name, contexts, repeat, bandwidth, tokens, prompt):
+    engine, seconds = random_engine(ops, name, max(contexts) + 256)
+    nbytes = engine.target.nbytes + engine.drafter.nbytes
+    found = {
+        "load_s": round(seconds, 3),
+        "weights_gb": round(nbytes / 1e9, 3),
+        "load_gb_per_s": round(nbytes / seconds / 1e9, 2),
+    }
+    request = Request.of(engine, list(range(1, prompt + 1)), {"max_tokens": 8})
+    s = reserve(engine, request)
+    rng = np.random.default_rng(1)
+    for cache in (s.cache_k, s.cache_v, s.drafter_k, s.drafter_v):
+        for layer in range(len(cache)):
+            bits = rng.integers(0, 2**16, cache[layer].shape, np.uint16) & 0x81FF | 0x3E00
+            if ops.activations == "f32":
+                bits = (bits.astype(np.uint32) << 16).view(np.float32)
+            ops.upload(cache[layer], bits)
+    target, drafter = pass_bytes(engine.target), pass_bytes(engine.drafter)
+    head = engine.target.weights["head"].nbytes
+    item = 2 if ops.activations == "bf16" else 4
+    found["contexts"] = []
+    for context in contexts:
+        times = parts(engine, s, context, repeat)
+        kv = (
+            2
+            * context
+            * item
+            * engine.target.config.layers
+            * engine.target.config.kv_heads
+            * engine.target.config.head_size
+        )
+        own = (
+            2
+            * context
+            * item
+            * engine.drafter.config.layers
+            * engine.drafter.config.kv_heads
+            * engine.drafter.config.head_size
+        )
+        floors = {
+            "plain": target + kv,
+            "draft": drafter + head + own,
+            "round": target + drafter + head + kv + own,
+        }
+        floors = {what: round(1e3 * size / bandwidth, 3) for what, size in floors.items()}
+        found["contexts"].append({"context": context, "ms": times, "floor_ms": floors,
+                                  "round_of_floor": round(floors["round"] / times["round_16"], 3)})  # fmt: skip
+        print(name, found["contexts"][-1], flush=True)
+    times = []
+    for _ in range(3):
+        since = time.perf_counter()
+        prefill(engine, s, request)
+        ops.download(s.record)
+        times.append(time.perf_counter() - since)
+    found["prefill"] = {"tokens": prompt, "ms": round(1e3 * min(times), 2)}
+    release(engine)
+    if tokens:
+        found["lossless"] = lossless(engine, tokens)
+    print(name, {k: v for k, v in found.items() if k != "contexts"}, flush=True)
+    engine.state = engine.programs = None
+    return found
+
+
+def lossless(engine, tokens):
+    """The same ids with and without the drafter, its drafts replaced by a replay of every accepted length."""
+    sys_path_tests()
+    from tests.replay import replay
+
+    prompt = list(range(1, 100))
+    plain = md.generate(engine, prompt, max_tokens=tokens, drafter=False)
+    found = {
+        "tokens": tokens,
+        "distinct": len(set(plain.tokens)),
+        "plain_tokens_per_s": plain.timing.tokens_per_s,
+    }
+    for block in (4, 8, 16):
+        with replay(engine, prompt, plain.tokens, seed=block) as histogram:
+            r = md.generate(engine, prompt, max_tokens=tokens, block=block, verify=block)
+        found[f"block_{block}"] = {
+            "same": r.tokens == plain.tokens,
+            "tau": r.stats.tau,
+            "accepted": histogram(r),
+        }
+    return found
+
+
+def sys_path_tests():
+    import sys
+    from pathlib import Path
+
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shapes", nargs="+", default=["qwen3-8b"], choices=SHAPES)
+    parser.add_argument("--contexts", nargs="+", type=int, default=[128, 2048, 8192, 32768])
+    parser.add_argument("--backend", default="cuda")
+    parser.add_argument("--repeat", type=int, default=50)
+    parser.add_argument("--prompt", type=int, default=2048)
+    parser.add_argument("--lossless", type=int, default=0)
+    parser.add_argument("--name", default="round")
+    args = parser.parse_args()
+    ops = md.ops(args.backend)
+    bandwidth = copy_bandwidth(ops)
+    print(f"copy {bandwidth / 1e12:.3f} TB/s", flush=True)
+    found = {"backend": ops.name, "copy_tb_per_s": round(bandwidth / 1e12, 4)}
+    for name in args.shapes:
+        found[name] = measure(ops, name, args.contexts, args.repeat, bandwidth, args.lossless, args.prompt)
+        print(record.write(args.name, found, **device(ops)))
+
+
+def device(ops):
+    """Card and driver, on a GPU."""
+    if ops.name != "cuda":
+        return {}
+    import cupy
+
+    properties = cupy.cuda.runtime.getDeviceProperties(0)
+    return {"card": properties["name"].decode(), "driver": cupy.cuda.runtime.driverGetVersion(), "sms": properties["multiProcessorCount"]}  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
