@@ -6,6 +6,7 @@ and says beforehand which one each round must have. It is a table, so a backend 
 
 from collections import Counter
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 
@@ -22,8 +23,19 @@ def copy_drafts(guess, start, drafted_rows, drafts):
         drafts[n, i] = guess[min(int(start[n]), len(guess) - 1), i]
 
 
-# Backend name -> what it records. One whose memory is not the host's adds its kernel here, same arguments.
-COPY = {"oracle": copy_drafts, "numba": copy_drafts}
+def copier(backend):
+    """What a backend records: copy_drafts where its memory is the host's, else the kernel in replay.cu."""
+    if not hasattr(backend, "device"):
+        return copy_drafts
+
+    def launch(guess, start, drafted_rows, drafts):
+        sizes = [len(drafted_rows), drafts.shape[1], len(guess)]
+        backend.launch(SOURCE, "replay", 1, 32, 0, [guess, start, drafted_rows, drafts, *sizes])
+
+    return launch
+
+
+SOURCE = str(Path(__file__).with_suffix(".cu"))
 
 
 class Replay:
@@ -58,11 +70,11 @@ class Replay:
                 self.guess[p, wrong] = (self.guess[p, wrong] + rng.integers(1, vocab)) % vocab
 
     def __call__(self, ops, engine, s, drafted_rows):
-        """Record the copy. Arguments and place as engine.propose. Errors: KeyError for a backend without its kernel."""
+        """Record the copy. Arguments and place as engine.propose. Errors: none."""
         table = ops.array(self.guess.shape, "i32")
         ops.upload(table, self.guess)
         self.asked.append(ops.download(drafted_rows).tolist())
-        ops._recording.append(("replay", COPY[ops.name], (table, s.start, drafted_rows, s.drafts)))
+        ops._recording.append(("replay", copier(ops.backend), (table, s.start, drafted_rows, s.drafts)))
 
     def expected(self, start, width):
         """Drafts that a round with its anchor at `start` keeps when it verifies `width` rows; None if unknown."""
