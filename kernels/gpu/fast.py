@@ -27,7 +27,6 @@ import numpy as np
 from ..weight import TILE, Weight
 from . import split
 
-
 COUNTERS = 4096  # as in kernels/gpu/__init__.py, which imports this file
 PAIRED = "packed pairs"  # a tile holds 8 gate rows and the 8 up rows that go with them
 ROLES = {"embed", "head", "q", "kv", "o", "gate_up", "down", "fc"}
@@ -70,16 +69,20 @@ def passes(rows, most=split.ROWS):
     return [(first, min(most, rows - first)) for first in range(0, rows, most)]
 
 
-def launch(backend, name, tiles, cut, cols, rows, args):
-    """One pass of a kernel of the skinny family. args: the kernel's, in order."""
-    token_tiles = cut.token_tiles(cols, rows)
-    defines = {
+def defines_of(cut, token_tiles):
+    """-D of a kernel of the skinny family."""
+    return {
         "TOKEN_TILES": token_tiles, "STREAM_WARPS": cut.warps, "STEP_CHUNKS": cut.chunks,
         "STEPS_AHEAD": cut.ahead, "BLOCKS_PER_SM": cut.blocks,
     }  # fmt: skip
+
+
+def launch(backend, name, tiles, cut, cols, rows, args):
+    """One pass of a kernel of the skinny family. args: the kernel's, in order."""
+    token_tiles = cut.token_tiles(cols, rows)
     backend.launch(
         f"{name}.cu", name, cut.grid(tiles, backend.sms), cut.threads, cut.shared(cols, token_tiles), args,
-        defines, dependent=getattr(backend, "dependent", False),
+        defines_of(cut, token_tiles), dependent=getattr(backend, "dependent", False),
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ token rows: plain and verify rounds would rank near-ties differently.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 TILE, CHUNK = 16, 32  # output rows of a tile; inputs of a chunk
 SQUARES = 64  # f32 a slice, as in skinny.cuh
@@ -61,7 +61,7 @@ class Split:
 MEASURED = {}  # (N, K, sms) -> Split, where bench/gemm.py found a better one than the rule
 
 
-@lru_cache(maxsize=None)
+@cache
 def choose(outputs, cols, sms, whole=False):
     """The Split of a product with `outputs` x `cols` weights.
 
@@ -72,23 +72,27 @@ def choose(outputs, cols, sms, whole=False):
         return MEASURED[outputs, cols, sms]
     tiles, chunks = -(-outputs // TILE), -(-cols // CHUNK)
     most = 1 if whole or tiles > MOST_SLICED_TILES else min(chunks, 32)
-    best = None
-    for blocks, warps in ((2, 8), (2, 4), (1, 16)):
-        for slices in range(1, most + 1):
-            split = Split(slices, blocks, warps)
-            if not split.fits(cols, 1 if whole else 4) or slices > blocks * sms:
-                continue
-            score = _efficiency(split, tiles, chunks, sms) - 0.004 * slices
-            if best is None or score > best[0] + 1e-9:
-                best = score, split
-    if best is None:
-        raise ValueError(f"no split of K = {cols} fits shared memory")
-    return best[1]
+    for token_tiles in (
+        (2, 1) if whole else (4,)
+    ):  # a whole K at 16 rows is what 1 block a multiprocessor holds
+        best = None
+        for blocks, warps in ((2, 8), (2, 4), (1, 16)):
+            for slices in range(1, most + 1):
+                split = Split(slices, blocks, warps)
+                if not split.fits(cols, token_tiles) or slices > blocks * sms:
+                    continue
+                score = efficiency(split, tiles, chunks, sms) - 0.004 * slices
+                if best is None or score > best[0] + 1e-9:
+                    best = score, split
+        if best:
+            return best[1]
+    raise ValueError(f"no split of K = {cols} fits shared memory")
 
 
-def _efficiency(split, tiles, chunks, sms):
+def efficiency(split, tiles, chunks, sms):
     """Weights over what the busiest warp of the busiest block could have streamed in its time."""
     groups = split.grid(tiles, sms) // split.slices
     rounds = -(-tiles // groups)
-    own = -(-(-(-chunks // split.slices)) // split.warps)  # chunks of the busiest warp a tile
+    deepest = -(-chunks // split.slices)
+    own = -(-deepest // split.warps)  # chunks of the busiest warp a tile
     return tiles * chunks / (rounds * own * split.warps * split.blocks * sms)

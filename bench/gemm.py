@@ -1,0 +1,218 @@
+"""The skinny matrix product on a GPU: every cut that fits, side by side; cuBLAS (torch) and a plain copy as peers.
+
+    python bench/gemm.py [--shapes 6144x4096,4096x4096] [--rows 1,4,16,32] [--seconds 480]
+
+A time is per launch: the median over replays of one graph of many launches, each on another of the weights that
+together fill 300 MB (over twice the L2). Random weights and tokens. Cuts are compared at 16 rows, by the same kernel
+that decoding uses (linear_add_fast); the best is then run at all row counts, with and without dependent launch.
+Writes bench/results/gemm-CARD.json (into $OUT where that is set); the table comes last. Needs torch.
+"""
+
+import argparse
+import re
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import record
+import torch
+from minidflash.kernels.gpu import fast, split
+from minidflash.kernels.launch import CudaDevice
+
+SHAPES = [
+    (6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (151936, 4096), (4096, 20480),
+    (4096, 2560), (2560, 4096), (19456, 2560), (2560, 9728), (960, 576), (3072, 576), (576, 1536), (49152, 576),
+]  # fmt: skip
+ROTATED = 300e6  # bytes of different weights between two uses of the same
+COUNTERS = 4096
+
+
+class Bench:
+    """A device, random data on it, and the launches of one kernel under different cuts."""
+
+    def __init__(self):
+        self.device = CudaDevice()
+        self.name = torch.cuda.get_device_name()
+        self.pool = torch.randn(640 * 1024 * 1024, device="cuda", dtype=torch.bfloat16) * 0.02
+        self.work = torch.zeros(COUNTERS + 64 * 1024 * 1024, device="cuda")
+        self.tokens = torch.randn(32 * 32768, device="cuda", dtype=torch.bfloat16)
+        self.x = torch.zeros(32 * 160000, device="cuda", dtype=torch.bfloat16)
+
+    def weights(self, outputs, cols):
+        """How many different weights rotate, and the addresses of them."""
+        size = outputs * cols
+        count = max(1, min(-(-int(ROTATED) // (2 * size)), len(self.pool) // size, 256))
+        return [self.pool[i * size :][:size] for i in range(count)]
+
+    def function(self, cut, token_tiles):
+        """The kernel of a cut; None when it does not keep to registers."""
+        defines = fast.defines_of(cut, token_tiles)
+        function = self.device.function("linear_add_fast.cu", "linear_add_fast", defines)
+        return None if function.local_bytes else function
+
+    def launch(self, function, cut, rows, outputs, cols, weight, x, tokens, dependent=False):
+        tiles, token_tiles = fast.tiles_of(outputs), cut.token_tiles(cols, rows)
+        args = [
+            weight.data_ptr(), tokens.data_ptr(), None, None, x.data_ptr(), None, self.work.data_ptr(),
+            self.work.data_ptr() + 4 * COUNTERS, rows, outputs, cols, cut.slices, 0, 0,
+        ]  # fmt: skip
+        self.device.launch(
+            function, cut.grid(tiles, self.device.sms), cut.threads, cut.shared(cols, token_tiles), args,
+            dependent=dependent, stream=torch.cuda.current_stream().cuda_stream,
+        )  # fmt: skip
+
+    def timed(self, launches, replays):
+        """Microseconds a launch: median over replays of a graph of all launches."""
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            launches[0]()
+            stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                for launch in launches:
+                    launch()
+            times = []
+            for _ in range(replays + 3):
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
+                graph.replay()
+                end.record()
+                end.synchronize()
+                times.append(1e3 * begin.elapsed_time(end) / len(launches))
+        return median(times[3:])
+
+    def product(self, cut, rows, outputs, cols, replays, dependent=False):
+        """Microseconds of our product; passes of fewer rows where shared memory asks for them. None: spills."""
+        most = 8 * cut.token_tiles(cols, rows)
+        function = self.function(cut, most // 8)
+        if function is None:
+            return None
+        weights, launches = self.weights(outputs, cols), []
+        for weight in weights * (-(-16 // len(weights))):
+            for first, count in fast.passes(rows, most):
+                x, tokens = self.x[first * outputs :], self.tokens[first * cols :]
+                launches.append(
+                    lambda w=weight, x=x, t=tokens, n=count: self.launch(
+                        function, cut, n, outputs, cols, w, x, t, dependent
+                    )
+                )
+        return self.timed(launches, replays) * len(fast.passes(rows, most))
+
+    def cublas(self, rows, outputs, cols, replays):
+        tokens, out = (
+            self.tokens[: rows * cols].view(rows, cols),
+            self.x[: rows * outputs].view(rows, outputs),
+        )
+        weights = [w.view(outputs, cols).T for w in self.weights(outputs, cols)]
+        launches = [lambda w=w: torch.matmul(tokens, w, out=out) for w in weights * (-(-16 // len(weights)))]
+        return self.timed(launches, replays)
+
+    def copy(self):
+        """GB/s of a copy of 512 MB, read and written counted."""
+        a, b = self.pool[: 256 * 2**20], self.pool[256 * 2**20 : 512 * 2**20]
+        return 2 * a.nbytes / (1e3 * self.timed([lambda: b.copy_(a)] * 4, 20))
+
+    def error(self, cut, rows, outputs, cols):
+        """Worst |error| over sum|terms| against float64, on packed weights, through the whole kernel."""
+        outputs = min(outputs, 8192)
+        plain = self.pool[: outputs * cols].view(outputs, cols)
+        tiles, chunks = fast.tiles_of(outputs), -(-cols // split.CHUNK)
+        packed = torch.empty(tiles * chunks * 512, device="cuda", dtype=torch.bfloat16)
+        pack = self.device.function("pack.cu", "pack")
+        stream = torch.cuda.current_stream().cuda_stream
+        bottom = plain.data_ptr() + 16 * cols
+        args = [plain.data_ptr(), bottom, packed.data_ptr(), outputs, outputs - 8, 16, tiles, cols]
+        self.device.launch(pack, -(-tiles * chunks * 32 // 256), 256, 0, args, stream=stream)
+        tokens = self.tokens[: rows * cols].view(rows, cols)
+        x = torch.zeros(rows * outputs, device="cuda", dtype=torch.bfloat16)
+        most = 8 * cut.token_tiles(cols, rows)
+        for first, count in fast.passes(rows, most):
+            function = self.function(cut, most // 8)
+            at = x[first * outputs :], self.tokens[first * cols :]
+            self.launch(function, cut, count, outputs, cols, packed, *at)
+        torch.cuda.synchronize()
+        want = tokens.double() @ plain.double().T
+        terms = tokens.double().abs() @ plain.double().abs().T
+        return float(((x.view(rows, outputs).double() - want).abs() / terms).max())
+
+
+def cuts(outputs, cols, sms):
+    """Cuts worth a try: the rule's own first, then by how evenly they share the work."""
+    tiles, chunks = fast.tiles_of(outputs), -(-cols // split.CHUNK)
+    found = {split.choose(outputs, cols, sms): 9.0}
+    for blocks, warps in ((2, 8), (1, 16), (3, 8), (2, 4), (4, 4), (1, 8)):
+        ranked = []
+        for slices in range(1, min(chunks, 32) + 1 if tiles <= split.MOST_SLICED_TILES else 2):
+            cut = split.Split(slices, blocks, warps)
+            if cut.fits(cols, 2) and slices <= blocks * sms:
+                ranked.append((split.efficiency(cut, tiles, chunks, sms) - 0.004 * slices, cut))
+        ranked.sort(key=lambda pair: -pair[0])
+        for score, cut in ranked[:2]:
+            found.setdefault(cut, score)
+    best = sorted(found, key=lambda cut: -found[cut])
+    deeper = [
+        split.Split(cut.slices, cut.blocks, cut.warps, chunks, ahead)
+        for cut in best[:3]
+        for chunks, ahead in ((2, 2), (6, 1), (8, 1), (1, 5), (2, 3))
+    ]
+    return best + [cut for cut in deeper if cut not in found]
+
+
+def words(cut):
+    return f"{cut.slices} slices, {cut.blocks}x{cut.warps} warps, {cut.chunks}x{cut.ahead} chunks"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--shapes", default=",".join(f"{n}x{k}" for n, k in SHAPES))
+    parser.add_argument("--rows", default="1,4,16,32")
+    parser.add_argument("--replays", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=480, help="stop trying cuts after this long")
+    args = parser.parse_args()
+    begin, bench = time.perf_counter(), Bench()
+    shapes = [tuple(map(int, re.split("x", shape))) for shape in args.shapes.split(",")]
+    rows_list = [int(rows) for rows in args.rows.split(",")]
+    sms, copy = bench.device.sms, bench.copy()
+    results, table = [], []
+    for i, (outputs, cols) in enumerate(shapes):
+        nbytes, tried = 2 * outputs * cols, {}
+        share = begin + args.seconds * (i + 1) / len(shapes)
+        for cut in cuts(outputs, cols, sms):
+            if tried and time.perf_counter() > share:
+                break
+            us = bench.product(cut, 16, outputs, cols, args.replays)
+            if us:
+                tried[cut] = us
+        best = min(tried, key=tried.get)
+        own = split.choose(outputs, cols, sms)
+        for rows in rows_list:
+            us = bench.product(best, rows, outputs, cols, args.replays)
+            overlapped = bench.product(best, rows, outputs, cols, args.replays, dependent=True)
+            peer = bench.cublas(rows, outputs, cols, args.replays)
+            gbs = nbytes / us / 1e3
+            table.append(
+                f"{outputs:6} x {cols:5} {rows:3} rows {us:8.2f} us {gbs:6.0f} GB/s {gbs / copy:5.2f} of copy "
+                f"{overlapped:8.2f} us dependent {peer / us:5.2f} x cuBLAS   {words(best)}"
+            )
+            results.append({
+                "outputs": outputs, "cols": cols, "rows": rows, "us": us, "bytes": nbytes, "gb_s": gbs,
+                "of_copy": gbs / copy, "dependent_us": overlapped, "cublas_us": peer, "cut": words(best),
+                "error_over_terms": bench.error(best, rows, outputs, cols),
+            })  # fmt: skip
+            print(table[-1], flush=True)
+        ranking = {words(cut): tried[cut] for cut in sorted(tried, key=tried.get)}
+        results[-1]["cuts_at_16_rows_us"] = ranking
+        print(f"  rule: {words(own)} {tried[own]:.2f} us; " if own in tried else "  rule: spills; ", end="")
+        print("; ".join(f"{us:.2f} {what}" for what, us in list(ranking.items())[:5]), flush=True)
+    name = re.sub(r"\W+", "-", bench.name).strip("-").lower()
+    out = record.write(f"gemm-{name}", {"results": results}, card=bench.name, copy_gb_s=copy)
+    worst = max(result["error_over_terms"] for result in results)
+    print(f"\n{bench.name}, copy {copy:.0f} GB/s; worst error {worst:.2e} of sum|terms|, output bf16; {out}")
+    print("\n".join(table))
+
+
+if __name__ == "__main__":
+    main()
