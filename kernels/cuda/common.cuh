@@ -48,6 +48,13 @@ __device__ __forceinline__ void red_add_release(u32* counter, u32 amount) {
     asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(amount) : "memory");
 }
 
+/* The same number, but the compiler does not know: what is computed from it is computed where it is used, and
+ * not once before a loop, in registers that the loop then lacks. */
+__device__ __forceinline__ int opaque(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
 /* The loads to spin on: under the emulator each gives the other threads a turn. */
 __device__ __forceinline__ u32 load_acquire(const u32* counter) {
     u32 value;

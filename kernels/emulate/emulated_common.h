@@ -15,6 +15,8 @@ inline float exp2_fast(float x) {
     return y < 1.17549435e-38f ? 0.f : y;
 }
 
+inline int opaque(int x) { return x; }
+
 inline u32 atomic_add_acq_rel(u32* counter, u32 amount) { return atomicAdd(counter, amount); }
 inline void red_add_release(u32* counter, u32 amount) { atomicAdd(counter, amount); }
 

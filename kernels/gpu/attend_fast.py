@@ -1,0 +1,80 @@
+"""attend on tensor cores: bf16, heads of 64 and 128 (kernels/cuda/attend_fast.cu); other shapes stay plain.
+
+Nothing chosen here changes a bit of any row: how rows are grouped, how keys are shared out among blocks and which
+launch merges only decide the time (kernels/cuda/attend_plan.cuh).
+"""
+
+COUNTERS, RECORDS = 4096, 512  # as in attend_plan.cuh
+MOST_ROWS, LEAF, CHAIN, SPAN = 128, 128, 4, 16
+TERMS = 2  # bf16 numbers a probability: one keeps 8 bits of it, two 16
+MERGE_ROWS = 8  # up to so many rows times query heads of a kv head, the last block of a set merges its pieces
+
+
+def work_size(backend):
+    """f32 of partial results, behind the counters: two units a block, so that 32k keys of 8 heads fit an H100."""
+    return RECORDS + 4 * backend.sms * 64 * (128 + 2)
+
+
+def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, work, o, **tuning):
+    """Row `attend` of the table; None declines. tuning: of `Shape`, for benchmarks."""
+    if backend.activations != "bf16":
+        return None
+    rows, heads, size = q.shape
+    slots, groups, room, _ = cache_k.shape
+    shape = Shape(rows, heads, groups, size, slots, room, **tuning)
+    capacity = (work.size - COUNTERS - RECORDS) // shape.slot
+    count = shape.rows_a_pass(capacity)
+    if not count:
+        return None
+    dependent = getattr(backend, "dependent", False)
+    grid = shape.blocks * backend.sms
+    for first in range(0, rows, count):
+        here = slice(first, min(first + count, rows))
+        part, out = [a[here] for a in (q, slot, pos, begin, end)], o[here]
+        total = len(part[0])
+        args = [
+            part[0], cache_k, cache_v, *part[1:], window, causal, scale, work, out, total, heads, groups, room,
+            shape.group, shape.leaf_limit or grid, capacity, int(shape.merges_here),
+        ]  # fmt: skip
+        backend.launch(
+            "attend_fast.cu", "attend_fast", grid, 128, shape.shared, args, shape.defines, dependent=dependent
+        )
+        if not shape.merges_here:
+            args = [work, out, heads, groups, shape.group]
+            blocks = total, -(-heads * size // 128)
+            backend.launch(
+                "attend_fast.cu", "attend_merge", blocks, 128, 0, args, shape.defines, dependent=dependent
+            )
+    return True
+
+
+class Shape:
+    """How one call is cut. rows: T. Tuning: ring, terms, blocks, chain, span as the macros; merge_rows; leaf_limit."""
+
+    def __init__(self, rows, heads, groups, size, slots, room, ring=4, terms=TERMS, blocks=2, chain=CHAIN, span=SPAN,
+                 merge_rows=MERGE_ROWS, leaf_limit=0):  # fmt: skip
+        ratio = heads // groups
+        self.fits = size in (64, 128) and ratio <= 64 and groups <= 32
+        # A set ends where its slot does: the rows of a slot are taken in equal parts.
+        width = rows // slots if rows % slots == 0 else rows
+        most = max(1, 64 // ratio)
+        self.group = -(-width // -(-width // most))
+        self.tiles = next(t for t in (1, 2, 4, 1 << 30) if self.group * ratio <= 16 * t)
+        self.slot = 16 * self.tiles * (size + 2)
+        halves = 2 if terms * self.tiles <= 4 else 1
+        self.shared = ring * 128 * size + 32 * self.tiles * size + 2048 * self.tiles * terms * halves
+        self.defines = {
+            "HEAD": size, "TILES": self.tiles, "RING": ring, "TERMS": terms, "BLOCKS": blocks, "CHAIN": chain,
+            "SPAN": span,
+        }  # fmt: skip
+        self.blocks, self.leaf_limit = blocks, leaf_limit
+        self.merges_here = self.group * ratio <= merge_rows
+        self.sets_a_group = min(slots, self.group)
+        self.units_a_set = groups * (-(-room // (LEAF * chain * span)) + 1)
+
+    def rows_a_pass(self, capacity):
+        """Rows of one launch: what a block plans, and what leaves a slot of the workspace for every span. 0: none."""
+        if not self.fits:
+            return 0
+        groups = min(MOST_ROWS // self.group, capacity // (self.sets_a_group * self.units_a_set))
+        return groups * self.group
