@@ -123,11 +123,16 @@ class RoundText:
     def _release(self):
         """The held rounds that no later cut can touch."""
         ready = []
-        while self._held and self._tokens_out + len(self._held[0].tokens) <= self._stop.kept_tokens:
+        while self._held and self._is_kept(self._held[0]):
             ready.append(self._held.pop(0))
             self._tokens_out += len(ready[-1].tokens)
             self._chars_out += len(ready[-1].text)
         return ready
+
+    def _is_kept(self, round):
+        """Whether no later cut can touch the round's tokens, nor the end of its text (a stop may begin inside a token)."""
+        tokens, chars = self._tokens_out + len(round.tokens), self._chars_out + len(round.text)
+        return tokens <= self._stop.kept_tokens and chars <= self._stop.kept_chars
 
     def _cut(self):
         """The held rounds, ended at the stop."""
