@@ -10,8 +10,8 @@ extern "C" __global__ void gate_up(const float* x, const WEIGHT* w, ACTIVATION* 
         for (int first = 0; first < T; first += GROUP) {
             int count = min(GROUP, T - first), t = first + lane_index();
             const float* tokens = x + (size_t)first * D;
-            float gate = dot_group(w + (size_t)f * D, tokens, D, count);
-            float up = dot_group(w + (size_t)(F + f) * D, tokens, D, count);
+            float gate = dot_group(WeightRow(w, f, 2 * F, D), tokens, D, count);
+            float up = dot_group(WeightRow(w, F + f, 2 * F, D), tokens, D, count);
             if (lane_index() < count)
                 h[(size_t)t * F + f] = from_f32<ACTIVATION>(gate / (1.f + expf(-gate)) * up);
         }

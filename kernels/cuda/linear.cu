@@ -14,7 +14,7 @@ extern "C" __global__ void linear(const WEIGHT* w, const TOKEN* x, float* y, int
     for (int n = warp_in_grid(); n < rows; n += warps_in_grid())
         for (int first = 0; first < T; first += GROUP) {
             int count = min(GROUP, T - first), t = first + lane_index();
-            float sum = dot_group(w + (size_t)n * cols, x + (size_t)first * cols, cols, count);
+            float sum = dot_group(WeightRow(w, n, rows, cols), x + (size_t)first * cols, cols, count);
             if (lane_index() < count) y[(size_t)t * stride + n] = sum;
         }
 }

@@ -12,7 +12,7 @@ extern "C" __global__ void linear_add(const ACTIVATION* a, const WEIGHT* w, cons
     for (int d = warp_in_grid(); d < D; d += warps_in_grid())
         for (int first = 0; first < T; first += GROUP) {
             int count = min(GROUP, T - first), t = first + lane_index();
-            float sum = dot_group(w + (size_t)d * F, a + (size_t)first * F, F, count);
+            float sum = dot_group(WeightRow(w, d, D, F), a + (size_t)first * F, F, count);
             if (lane_index() >= count) continue;
             if (bias) sum += bias[d];
             ACTIVATION y = from_f32<ACTIVATION>(to_f32(x[(size_t)t * D + d]) + sum);

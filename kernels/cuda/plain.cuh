@@ -14,14 +14,40 @@
 constexpr int GROUP = 8;  // tokens that one read of a weight row serves
 constexpr int WARPS = 4;  // of a block
 
+/* Row n of a weight with `rows` rows. PACKED as a Weight's layout: 0 plain, 1 fragment order (pack.cu), 2
+ * fragment order with 8 gate rows and the 8 up rows that go with them in a tile. */
+#ifndef PACKED
+#define PACKED 0
+#endif
+
+struct WeightRow {
+    const WEIGHT* first;
+
+    __device__ __forceinline__ WeightRow(const WEIGHT* w, int n, int rows, int cols) {
+        if (PACKED == 0) {
+            first = w + (size_t)n * cols;
+            return;
+        }
+        bool is_up = PACKED == 2 && n >= rows / 2;
+        int row = is_up ? n - rows / 2 : n, tile = row / (PACKED == 2 ? 8 : 16), chunks = (cols + 31) / 32;
+        bool is_bottom = PACKED == 2 ? is_up : row % 16 >= 8;
+        first = w + (size_t)tile * chunks * 512 + row % 8 * 32 + 2 * is_bottom;
+    }
+
+    __device__ __forceinline__ float operator[](int k) const {
+        if (PACKED == 0) return to_f32(first[k]);
+        return to_f32(first[k / 32 * 512 + k % 8 / 4 * 256 + k % 32 / 8 * 8 + k % 4 / 2 * 4 + k % 2]);
+    }
+};
+
 /* Lane i < count gets w . tokens[i], for up to GROUP tokens of `cols` elements; the other lanes get 0.
  * Lane l sums k = l, l + 32, ..., then the 32 sums meet in lane order: the same bits whatever `count` is. */
-template <class W, class X>
-__device__ __forceinline__ float dot_group(const W* w, const X* tokens, int cols, int count) {
+template <class X>
+__device__ __forceinline__ float dot_group(WeightRow w, const X* tokens, int cols, int count) {
     __shared__ float part[WARPS][GROUP][33];
     float sum[GROUP] = {};
     for (int k = lane_index(); k < cols; k += 32) {
-        float weight = to_f32(w[k]);
+        float weight = w[k];
 #pragma unroll
         for (int i = 0; i < GROUP; ++i)
             if (i < count) sum[i] = fmaf(weight, to_f32(tokens[(size_t)i * cols + k]), sum[i]);

@@ -8,15 +8,14 @@ from functools import partial
 
 import numpy as np
 
-from ..host import HostBackend, Replay, widen
+from ..host import HostBackend, widen
 from ..table import ROWS
 from ..weight import Weight
 
-COUNTERS = (
-    4096  # f32 at the start of every workspace: u32 counters, zero when allocated, left at zero by kernels
-)
+# f32 at the start of every workspace: u32 counters, zero when allocated, left at zero by kernels.
+COUNTERS = 4096
 
-from . import fast, plain  # noqa: E402 both read COUNTERS
+from . import fast, plain  # they read COUNTERS
 
 
 class GpuBackend:

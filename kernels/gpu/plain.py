@@ -1,4 +1,4 @@
-"""The plain variant of every row: any activation type, any plain weight, any shape. One function a row, arguments in table order.
+"""The plain variant of every row: any activation type, weight and layout, any shape. A function a row, arguments in table order.
 
 A row is one to four launches: a norm into the workspace, the matrix product, what finishes it. Behind the counters
 the workspace holds the normed rows, then the products, both f32 and row by row.
@@ -8,6 +8,7 @@ from . import COUNTERS
 
 THREADS = 128  # of a block of plain.cuh: 4 warps
 C_TYPES = {"f32": "float", "bf16": "bf16"}
+LAYOUTS = {"plain": 0, "packed": 1, "packed pairs": 2}  # PACKED of plain.cuh
 
 
 def work_size(rows, cols, outputs):
@@ -19,10 +20,9 @@ def _types(backend, weight=None, **others):
     """-D of a file: the activation type, the weight's, and others given as "f32" or "bf16"."""
     kinds = {"ACTIVATION": backend.activations, **others}
     if weight is not None:
-        if weight.layout != "plain":
-            raise NotImplementedError(f"a plain kernel got a weight in layout {weight.layout}")
         kinds["WEIGHT"] = weight.dtype
-    return {name: C_TYPES[kind] for name, kind in kinds.items()}
+    defines = {name: C_TYPES[kind] for name, kind in kinds.items()}
+    return defines if weight is None else defines | {"PACKED": LAYOUTS[weight.layout]}
 
 
 def _blocks(backend, warps):
@@ -55,7 +55,7 @@ def _laid(backend, x, pick, norm, eps, work):
 
 def embed(backend, ids, table, scale, x):
     rows, width = x.shape
-    args = [ids, table.data, scale, x, width]
+    args = [ids, table.data, scale, x, table.rows, width]
     backend.launch("embed.cu", "embed", rows, THREADS, 0, args, _types(backend, table))
 
 

@@ -1,0 +1,47 @@
+"""The plain kernels read a weight in fragment order too: where a fast variant declines, or a row has none."""
+
+import pytest
+from minidflash.kernels.gpu import fast, plain
+from minidflash.kernels.ops import Ops
+from minidflash.kernels.table import ROWS
+
+from tests.cases import Make, run
+from tests.compare import assert_same_bits
+from tests.conftest import parameters
+from tests.kernels.test_rows import make
+
+
+class Forced(Ops):
+    """Ops whose weights have a role, so that they are packed, and whose rows are all plain."""
+
+    def __init__(self, ops, role):
+        super().__init__(ops.backend)
+        self.weight = lambda parts: ops.backend.weight(parts, role)
+
+    def __getattr__(self, name):
+        if name not in ROWS:
+            return super().__getattr__(name)
+        return lambda *args: getattr(plain, name)(self.backend, *args)
+
+
+@pytest.mark.parametrize("ops", parameters(["emulate", "cuda"], ["bf16"]), indirect=True)
+@pytest.mark.parametrize(
+    "name, role", [("embed", "embed"), ("qkv", "q"), ("linear_add", "down"), ("gate_up", "gate_up"),
+                   ("head", "head"), ("head_logits", "head"), ("fuse", "fc"), ("inject", "kv")]
+)  # fmt: skip
+def test_packed_and_plain_weights_give_the_same_bits(ops, rng, name, role):
+    case, sizes = make(name, rng, "bf16", "bf16")
+    weight = ops.weight([Make(rng).w(48, 77)], role) if fast.FAST else None
+    assert weight is None or weight.layout != "plain", "the role packs"
+    plain_bits = run(Forced(ops, ""), name, case, **sizes)
+    packed_bits = run(Forced(ops, role), name, case, **sizes)
+    for what, value in plain_bits.items():
+        assert_same_bits(packed_bits[what], value, f"{name}: {what}")
+
+
+def test_arguments_are_the_tables():
+    import inspect
+
+    for name, row in ROWS.items():
+        found = list(inspect.signature(getattr(plain, name)).parameters)
+        assert found == ["backend", *(spec.name for spec in row.args)]
