@@ -51,7 +51,7 @@ def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, 
 class Shape:
     """How one call is cut. rows: T. Tuning: ring, terms, blocks, chain, span as the macros; merge_rows; leaf_limit."""
 
-    def __init__(self, rows, heads, groups, size, slots, room, ring=4, terms=TERMS, blocks=2, chain=CHAIN, span=SPAN,
+    def __init__(self, rows, heads, groups, size, slots, room, ring=None, terms=TERMS, blocks=2, chain=CHAIN, span=SPAN,
                  merge_rows=MERGE_ROWS, leaf_limit=0):  # fmt: skip
         ratio = heads // groups
         self.fits = size in (64, 128) and ratio <= 64 and groups <= 32
@@ -61,8 +61,8 @@ class Shape:
         self.group = -(-width // -(-width // most))
         self.tiles = next(t for t in (1, 2, 4, 1 << 30) if self.group * ratio <= 16 * t)
         self.slot = 16 * self.tiles * (size + 2)
-        halves = 2 if terms * self.tiles <= 4 else 1
-        self.shared = ring * 128 * size + 32 * self.tiles * size + 2048 * self.tiles * terms * halves
+        ring = ring or (3 if self.tiles * size * terms > 512 else 4)  # what leaves room for two blocks an SM
+        self.shared = 128 * size * ring + 32 * self.tiles * size + 4096 * self.tiles * terms
         self.defines = {
             "HEAD": size, "TILES": self.tiles, "RING": ring, "TERMS": terms, "BLOCKS": blocks, "CHAIN": chain,
             "SPAN": span,
