@@ -1,5 +1,7 @@
 """open_ops(backend) -> Ops (public as minidflash.ops); finds out what this machine has, lazily."""
 
+from functools import cache
+
 
 def open_ops(name="auto", activations=None, device=0, **options):
     """Kernels of one backend.
@@ -39,6 +41,7 @@ def open_ops(name="auto", activations=None, device=0, **options):
     return Ops(NumbaBackend(activations or "f32", **options))
 
 
+@cache
 def has_cuda():
     """Whether the cuda backend runs here: its packages are installed and a supported GPU answers."""
     from importlib.util import find_spec

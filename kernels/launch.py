@@ -191,42 +191,44 @@ class CudaDevice:
     """
 
     def __init__(self, index=0):
-        self._driver = driver = _driver()
-        count = self._do(driver.cuDeviceGetCount())
+        self.driver = driver = _driver()
+        count = self.do(driver.cuDeviceGetCount())
         if not 0 <= index < count:
             raise UserError(
                 f"no GPU {index}: this machine has {count}", hint="--device 0 is the first", code=3
             )
         self.index = index
-        device = self._do(driver.cuDeviceGet(index))
+        device = self.do(driver.cuDeviceGet(index))
         attribute = driver.CUdevice_attribute
 
         def ask(name):
-            return self._do(
+            return self.do(
                 driver.cuDeviceGetAttribute(getattr(attribute, f"CU_DEVICE_ATTRIBUTE_{name}"), device)
             )
 
         self.arch = choose_arch(ask("COMPUTE_CAPABILITY_MAJOR"), ask("COMPUTE_CAPABILITY_MINOR"))
         self.sms = ask("MULTIPROCESSOR_COUNT")
         self.shared_limit = ask("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
-        self._context = self._do(driver.cuDevicePrimaryCtxRetain(device))
-        self._enter()
+        self._context = self.do(driver.cuDevicePrimaryCtxRetain(device))
+        self.enter()
         # Not the default stream: that one cannot be captured.
-        self.stream = int(self._do(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)))
+        self.driver_stream = self.do(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
+        self.stream = int(self.driver_stream)
         self._modules = {}
         self._functions = {}
 
-    def _do(self, result):
+    def do(self, result):
         """The value of a driver call. result: (code, value...)."""
         code, *values = result
-        if code == self._driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+        if code == self.driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
             raise UserError("the GPU is out of memory", hint="lower --ctx, or free the GPU", code=3)
         if code != 0:
             raise RuntimeError(f"CUDA driver: {code.name}")
         return values[0] if values else None
 
-    def _enter(self):
-        self._do(self._driver.cuCtxSetCurrent(self._context))  # contexts are current by host thread
+    def enter(self):
+        """Make this GPU the calling thread's: contexts are current by host thread."""
+        self.do(self.driver.cuCtxSetCurrent(self._context))
 
     def function(self, file, name, defines=None):
         """A kernel of a .cu, compiled and loaded if need be; do this before a graph capture.
@@ -238,21 +240,19 @@ class CudaDevice:
         module_key = (str(file), tuple(sorted(defines.items())))
         if (module_key, name) in self._functions:
             return self._functions[module_key, name]
-        driver = self._driver
+        driver = self.driver
         path = source.find(file)
         parameters = source.parameters(path.read_text(encoding="utf-8"), name, defines)
-        self._enter()
+        self.enter()
         if module_key not in self._modules:
             cubin, _ = compile_cubin(path, self.arch, defines)
             image = ctypes.create_string_buffer(cubin, len(cubin))
-            self._modules[module_key] = self._do(driver.cuModuleLoadData(ctypes.addressof(image)))
-        handle = self._do(driver.cuModuleGetFunction(self._modules[module_key], name.encode()))
+            self._modules[module_key] = self.do(driver.cuModuleLoadData(ctypes.addressof(image)))
+        handle = self.do(driver.cuModuleGetFunction(self._modules[module_key], name.encode()))
         attribute = driver.CUfunction_attribute
 
         def ask(what):
-            return self._do(
-                driver.cuFuncGetAttribute(getattr(attribute, f"CU_FUNC_ATTRIBUTE_{what}"), handle)
-            )
+            return self.do(driver.cuFuncGetAttribute(getattr(attribute, f"CU_FUNC_ATTRIBUTE_{what}"), handle))
 
         function = CudaFunction(
             name, parameters, handle, ask("SHARED_SIZE_BYTES"), ask("NUM_REGS"), ask("LOCAL_SIZE_BYTES")
@@ -271,7 +271,7 @@ class CudaDevice:
         other than the device's own, as an int, a CuPy stream or anything with __cuda_stream__.
         Errors: UserError for the card's limits, TypeError for arguments, RuntimeError with the driver's code.
         """
-        driver = self._driver
+        driver = self.driver
         grid, block, cluster = (
             source.extent(value, what)
             for value, what in ((grid, "grid"), (block, "block"), (cluster, "cluster"))
@@ -281,13 +281,13 @@ class CudaDevice:
                 f"kernel {function.name}: cluster {cluster} is over 8 or does not divide grid {grid}"
             )
         packed = source.pack(function.name, function.parameters, args, _address)
-        self._enter()
+        self.enter()
         if (
             shared > function.opted_in
         ):  # always opted in: the default of 48 KB counts static shared memory too
             source.check_shared(function.name, function.shared, shared, self.shared_limit)
             name = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            self._do(driver.cuFuncSetAttribute(function.handle, name, shared))
+            self.do(driver.cuFuncSetAttribute(function.handle, name, shared))
             function.opted_in = shared
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
@@ -306,7 +306,7 @@ class CudaDevice:
 
     def _attributes(self, cluster, cooperative, dependent):
         """Launch attributes; none for the plain case."""
-        driver = self._driver
+        driver = self.driver
         kinds = driver.CUlaunchAttributeID
         attributes = []
         if cluster != (1, 1, 1):
@@ -329,8 +329,8 @@ class CudaDevice:
 
     def synchronize(self):
         """Until the device's stream is empty. Errors: RuntimeError with the code of a kernel's fault."""
-        self._enter()
-        self._do(self._driver.cuStreamSynchronize(self._driver.CUstream(self.stream)))
+        self.enter()
+        self.do(self.driver.cuStreamSynchronize(self.driver_stream))
 
 
 def _address(parameter, value):

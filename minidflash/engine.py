@@ -9,7 +9,7 @@ import numpy as np
 from .config import check_pair, read_drafter, read_target
 from .drafter import draft
 from .errors import UserError
-from .fit import fitting_context, weight_bytes
+from .fit import check_fit, fitting_context, weight_bytes
 
 
 @dataclass
@@ -73,7 +73,8 @@ def load(
         drafter = "default" if target == "default" else None
     if isinstance(prefill_chunk, bool) or not isinstance(prefill_chunk, int) or prefill_chunk < 1:
         raise UserError(f"prefill chunk is {prefill_chunk!r}, need a whole number from 1 up")
-    ops = open_ops(backend, activations, device, **backend_options)  # first: what cannot run here need not be fetched
+    # First: what cannot run here need not be fetched.
+    ops = open_ops(backend, activations, device, **backend_options)
     files = open_checkpoint(target, "target", revision, offline, progress)
     config = read_target(files.config, files.generation)
     bound = names.bind_target(config, files.tensors)
@@ -87,6 +88,7 @@ def load(
     limit = context_length(config, draft_config, ctx)
     weights = weight_bytes(bound) + (weight_bytes(draft_bound) if draft_bound else 0)
     ctx = ctx or fitting_context(ops, config, draft_config, limit, weights, prefill_chunk)
+    check_fit(ops, config, draft_config, ctx, weights, prefill_chunk)
     block = draft_config.block if draft_config else 1
     model = build(ops, config, bound, ctx + max(block, 64), progress)
     if "head" not in model.weights:

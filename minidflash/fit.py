@@ -4,14 +4,20 @@ import os
 
 import numpy as np
 
+from .errors import UserError
 from .state import make_state
+
+FILLED = 0.95  # of a GPU's free memory: the rest is for kernels, the driver and what does not fit exactly
 
 
 class Counting:
     """An Ops whose arrays have a shape and a size but take no memory. ops: whose storage types and workspace rule."""
 
     def __init__(self, ops):
-        self.backend, self._types = ops.backend, {kind: ops.array((1,), kind) for kind in ("A", "f32", "i32")}
+        self.backend, self._types = (
+            ops.backend,
+            {kind: np.zeros(1, ops.array((1,), kind).dtype) for kind in ("A", "f32", "i32")},
+        )
 
     def array(self, shape, kind):
         return np.broadcast_to(self._types[kind], shape)
@@ -53,6 +59,29 @@ def fitting_context(ops, target, drafter, limit, weights, chunk=256):
             break
         ctx = max(512, ctx // 2)
     return ctx
+
+
+def check_fit(ops, target, drafter, ctx, weights, chunk=256):
+    """Refuse a context that a GPU's memory does not hold, before a weight is read.
+
+    Arguments as `fitting_context`. The host is not asked: it may swap, and says itself when it cannot. Errors:
+    UserError, code 3, with the context that fits. Source: engine.md 5 (`--ctx`).
+    """
+    if not hasattr(ops.backend, "free_memory"):
+        return
+    free = FILLED * ops.backend.free_memory()
+
+    def total(positions):
+        return weights + sum(needed(ops, target, drafter, positions, chunk=chunk).values())
+
+    if total(ctx) <= free:
+        return
+    one = (total(2048) - total(1024)) / 1024  # bytes of a position
+    fits = int((free - total(1024)) / one + 1024) // 64 * 64
+    words = f"{ctx} positions need {total(ctx) / 1e9:.1f} GB with the weights, the GPU has {free / 1e9:.1f} GB for them"
+    if fits < 64:
+        raise UserError(words, "take a smaller model or another GPU, or use --backend numba", code=3)
+    raise UserError(words, f"--ctx {fits} fits", code=3)
 
 
 def free_memory():

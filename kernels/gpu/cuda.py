@@ -1,0 +1,155 @@
+"""The cuda backend: CuPy arrays on one stream, weights through pinned memory, a round captured once as a graph."""
+
+import weakref
+
+import numpy as np
+
+from ...errors import UserError
+from ..host import Replay
+from ..launch import CudaDevice
+from ..ops import DTYPES, storage
+from . import GpuBackend, as_stored, stacked_shape
+from .staging import Staging
+
+
+def _cupy():
+    try:
+        import cupy
+    except ImportError as error:
+        raise UserError(
+            "CuPy is not installed", "pip install 'cupy-cuda13x>=14', or use --backend numba", code=3
+        ) from error
+    except Exception as error:  # a CuPy that is there and breaks: no driver, another CUDA (F89)
+        words = " ".join(str(error).split())[:200]
+        raise UserError(f"CuPy does not start: {words}", "repair it, or use --backend numba", code=3) from error
+    return cupy
+
+
+class _Failures:
+    """Turns what CUDA and CuPy raise inside a with into a UserError of one line, code 3."""
+
+    def __init__(self, backend):
+        self.backend = backend
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        if isinstance(error, UserError) or not isinstance(error, (RuntimeError, MemoryError)):
+            return
+        text = " ".join(str(error).split())
+        if isinstance(error, MemoryError) or "OutOfMemory" in kind.__name__ or "OUT_OF_MEMORY" in text:
+            free = self.backend.free_memory() / 2**30
+            raise UserError(
+                f"the GPU is out of memory ({free:.1f} GiB free)", "lower --ctx, or free the GPU", code=3
+            ) from error
+        raise UserError(f"the GPU failed: {text[:200]}", "run again; -v shows where", code=3) from error
+
+
+class CudaBackend(GpuBackend):
+    """The CUDA kernels on a GPU.
+
+    device: which GPU. graph: replay recorded calls as a CUDA graph, or launch them one by one.
+    Errors: UserError, code 3, for a missing package, driver or card.
+    """
+
+    name = "cuda"
+
+    def __init__(self, activations, device=0, graph=True):
+        self._cupy = cupy = _cupy()
+        super().__init__(activations, CudaDevice(device))
+        self.mode = "graph" if graph else "eager"
+        self._failures = _Failures(self)
+        self._place = cupy.cuda.Device(device)
+        self._stream = cupy.cuda.ExternalStream(self.device.stream, device)
+        self._staging = None
+
+    def launch(self, *args, **how):
+        with self._failures:
+            super().launch(*args, **how)
+
+    # Memory. CuPy's pool belongs to the stream, so what is freed is used again in the stream's order, without a wait.
+
+    def empty(self, shape, dtype):
+        """A device array whose contents do not matter yet."""
+        with self._failures, self._place, self._stream:
+            return self._cupy.empty(shape, dtype)
+
+    def array(self, shape, kind):
+        """A zeroed buffer. kind: "A", "f32" or "i32"."""
+        with self._failures, self._place, self._stream:
+            return self._cupy.zeros(shape, storage(self.activations) if kind == "A" else DTYPES[kind])
+
+    def upload(self, buffer, values):
+        """Copy host values into a buffer of ours."""
+        values = np.ascontiguousarray(np.broadcast_to(np.asarray(values, buffer.dtype), buffer.shape))
+        with self._failures, self._place:
+            buffer.set(values, stream=self._stream)
+
+    def download(self, buffer):
+        """Host copy of a buffer, once everything before it in the stream is done."""
+        out = np.empty(buffer.shape, buffer.dtype)
+        if not out.size:
+            return out
+        with self._failures, self._place, self._stream:
+            pinned = self._cupy.cuda.alloc_pinned_memory(out.nbytes)  # from a pool
+            whole = self._cupy.ascontiguousarray(buffer)
+            whole.data.copy_to_host_async(pinned.ptr, out.nbytes, self._stream)
+            self._stream.synchronize()
+        out[...] = np.frombuffer(pinned, out.dtype, out.size).reshape(out.shape)
+        return out
+
+    def free_memory(self):
+        """Bytes that arrays can still get: the card's free memory and what the pool holds unused."""
+        with self._place:
+            return self._cupy.cuda.runtime.memGetInfo()[0] + self._cupy.get_default_memory_pool().free_bytes()
+
+    def load(self, parts, dtype):
+        """Device array (rows, cols) of tensors stacked along rows, in u16 or f32."""
+        data, at = self.empty(stacked_shape(parts), dtype), 0
+        with self._failures:
+            self._staging = self._staging or Staging(self.device)
+            for part in parts:
+                values = as_stored(part, dtype)
+                self._staging.copy(values, data.data.ptr + at)
+                at += values.nbytes
+        return data
+
+    def compile(self, calls):
+        """A program that replays checked calls in order: a graph, or the calls one by one (graph=False)."""
+        self._staging = None  # a round is being recorded: the weights are there
+        program = Replay([(function, args) for _, function, args in calls])
+        with self._failures:
+            self.is_preparing = True  # no kernel may be loaded during a capture
+            try:
+                program.launch()
+            finally:
+                self.is_preparing = False
+            return Graph(self, program) if self.mode == "graph" else program
+
+
+class Graph:
+    """Launches captured once; `launch` replays them with one driver call. program: what to capture, kept for its buffers."""
+
+    def __init__(self, backend, program):
+        self._device, self._failures, self._program = backend.device, backend._failures, program
+        driver, stream = self._device.driver, self._device.driver_stream
+        self._device.do(
+            driver.cuStreamBeginCapture(stream, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+        )
+        try:
+            program.launch()
+        except BaseException:
+            driver.cuStreamEndCapture(stream)  # ends the capture; its graph is broken
+            raise
+        graph = self._device.do(driver.cuStreamEndCapture(stream))
+        self._executable = self._device.do(driver.cuGraphInstantiate(graph, 0))
+        self._device.do(driver.cuGraphDestroy(graph))
+        self._device.do(driver.cuGraphUpload(self._executable, stream))
+        weakref.finalize(self, driver.cuGraphExecDestroy, self._executable)
+
+    def launch(self):
+        with self._failures:
+            self._device.enter()
+            driver = self._device.driver
+            self._device.do(driver.cuGraphLaunch(self._executable, self._device.driver_stream))

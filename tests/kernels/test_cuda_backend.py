@@ -1,0 +1,258 @@
+"""The cuda backend without a GPU: CuPy is NumPy in disguise, the driver writes down what it is asked.
+
+What kernels compute is not seen here (they do not run), but every call the backend makes is: copies land, a round is
+captured once with its kernels loaded before, and failures are one line.
+"""
+
+import ctypes
+import types
+from importlib import util
+
+import numpy as np
+import pytest
+from minidflash.kernels import launch, source
+from minidflash.kernels.gpu import cuda, staging
+from minidflash.kernels.ops import Ops
+
+from minidflash.errors import UserError
+from tests.cases import Make
+
+pytestmark = pytest.mark.skipif(
+    not util.find_spec("cuda") or not util.find_spec("cuda.bindings"), reason="cuda-bindings is not installed"
+)
+
+
+class Array(np.ndarray):
+    """A CuPy array in what the backend uses of it."""
+
+    @property
+    def data(self):
+        whole = self
+
+        class Pointer:
+            ptr = whole.ctypes.data
+
+            def copy_to_host_async(self, target, count, stream):
+                ctypes.memmove(target, self.ptr, count)
+
+        return Pointer()
+
+    def set(self, values, stream):
+        assert values.flags.c_contiguous and values.dtype == self.dtype and values.shape == self.shape
+        self[...] = values
+
+
+class Pinned(bytearray):
+    """Pinned memory."""
+
+    @property
+    def ptr(self):
+        return ctypes.addressof((ctypes.c_char * len(self)).from_buffer(self))
+
+
+class Context:
+    """A Device or a Stream: something to be inside of."""
+
+    def __init__(self, *_):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def synchronize(self):
+        pass
+
+
+def fake_cupy():
+    pool = types.SimpleNamespace(free_bytes=lambda: 5)
+    return types.SimpleNamespace(
+        empty=lambda shape, dtype: np.full(shape, 77, dtype).view(Array),
+        zeros=lambda shape, dtype: np.zeros(shape, dtype).view(Array),
+        ascontiguousarray=lambda a: np.ascontiguousarray(a).view(Array),
+        get_default_memory_pool=lambda: pool,
+        cuda=types.SimpleNamespace(
+            Device=Context, ExternalStream=Context, alloc_pinned_memory=Pinned,
+            runtime=types.SimpleNamespace(memGetInfo=lambda: (1000, 2000)),
+        ),
+    )  # fmt: skip
+
+
+class Driver:
+    """The driver's types, and calls that are written down. fails: name of a call -> the code it answers."""
+
+    def __init__(self):
+        from cuda.bindings import driver
+
+        self.real, self.calls, self.kept, self.fails = driver, [], [], {}
+
+    def __getattr__(self, name):
+        if not name.startswith("cu") or not name[2].isupper():
+            return getattr(self.real, name)
+        return lambda *args: self.answer(name, args)
+
+    def answer(self, name, args):
+        self.calls.append(name)
+        if name in self.fails:
+            return (self.fails[name],)
+        code = self.real.CUresult.CUDA_SUCCESS
+        if name == "cuLaunchKernelEx":
+            return (code,)
+        if name == "cuMemHostAlloc":
+            self.kept.append(ctypes.create_string_buffer(args[0]))
+            return code, ctypes.addressof(self.kept[-1])
+        if name == "cuMemcpyHtoDAsync":
+            ctypes.memmove(int(args[0]), int(args[1]), int(args[2]))
+        if name == "cuDeviceGetAttribute":
+            short = args[0].name.removeprefix("CU_DEVICE_ATTRIBUTE_")
+            known = {
+                "COMPUTE_CAPABILITY_MAJOR": 9,
+                "COMPUTE_CAPABILITY_MINOR": 0,
+                "MULTIPROCESSOR_COUNT": 132,
+            }
+            return code, known.get(short, 232448)
+        answers = {"cuDeviceGetCount": 1, "cuStreamCreate": self.real.CUstream(7), "cuFuncGetAttribute": 24}
+        return code, answers.get(name, 3)
+
+    def count(self, name):
+        return self.calls.count(name)
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """(activations, options) -> (Ops, Driver) of a cuda backend on nothing."""
+
+    def open_it(activations="f32", **options):
+        driver = Driver()
+        monkeypatch.setattr(launch, "_driver", lambda: driver)
+        monkeypatch.setattr(launch, "compile_cubin", lambda *_: (b"cubin", ""))
+        monkeypatch.setattr(cuda, "_cupy", fake_cupy)
+        return Ops(cuda.CudaBackend(activations, **options)), driver
+
+    return open_it
+
+
+def embedding(ops, rng):
+    """A call of embed: (table, ids, x)."""
+    ids = ops.array((2,), "i32")
+    ops.upload(ids, np.array([3, 8], np.int32))
+    return ops.weight([Make(rng).w(9, 24)]), ids, ops.array((2, 24), "A")
+
+
+def test_weights_are_copied_piece_by_piece(opened, rng, monkeypatch):
+    monkeypatch.setattr(staging, "PIECE", 1000)  # many turns of the three buffers
+    ops, driver = opened()
+    parts = [Make(rng, weights="bf16").w(50, 33), Make(rng, weights="bf16").w(7, 33)]
+    found = ops.weight(parts, "q")
+    assert (found.dtype, found.layout, found.shape) == ("bf16", "plain", (57, 33))
+    assert (ops.download(found.data) == np.concatenate([p.array for p in parts])).all()
+    assert driver.count("cuMemcpyHtoDAsync") == 4 + 1 and driver.count("cuMemHostAlloc") == staging.BUFFERS
+    mixed = ops.weight([Make(rng, weights="f32").w(5, 8), Make(rng, weights="bf16").w(3, 8)])
+    assert mixed.dtype == "f32" and not (ops.download(mixed.data)[5:].view(np.uint32) & 0xFFFF).any()
+
+
+def test_buffers_come_back_as_they_were_put(opened, rng):
+    ops, _ = opened("bf16")
+    values = rng.integers(0, 65536, (3, 5)).astype(np.uint16)
+    buffer = ops.array((3, 5), "A")
+    ops.upload(buffer, values)
+    assert (ops.download(buffer) == values).all() and (ops.download(buffer[1:, 2:4]) == values[1:, 2:4]).all()
+    assert ops.download(ops.array((0,), "i32")).shape == (0,)
+    assert ops.backend.free_memory() == 1005
+
+
+def test_a_program_is_captured_once_with_its_kernels_loaded_before(opened, rng):
+    ops, driver = opened()
+    table, ids, x = embedding(ops, rng)
+    program = ops.program(lambda: [ops.embed(ids, table, 1.0, x) for _ in range(3)])
+    began, ended = (driver.calls.index(f"cuStream{what}Capture") for what in ("Begin", "End"))
+    assert "cuModuleLoadData" in driver.calls[:began]
+    assert not {"cuModuleLoadData", "cuMemHostAlloc", "cuMemcpyHtoDAsync"} & set(driver.calls[began:])
+    launches = [i for i, name in enumerate(driver.calls) if name == "cuLaunchKernelEx"]
+    assert len(launches) == 3 and began < launches[0] and launches[-1] < ended
+    before = driver.count("cuGraphLaunch")
+    program.launch(), program.launch()
+    assert driver.count("cuGraphLaunch") == before + 2 and driver.count("cuLaunchKernelEx") == 3
+    assert ops.backend.mode == "graph" and ops.backend.variants["embed"] == "plain"
+
+
+def test_without_graph_the_calls_are_launched(opened, rng):
+    ops, driver = opened(graph=False)
+    table, ids, x = embedding(ops, rng)
+    program = ops.program(lambda: ops.embed(ids, table, 1.0, x))
+    assert driver.count("cuLaunchKernelEx") == 0
+    program.launch(), program.launch()
+    assert driver.count("cuLaunchKernelEx") == 2 and "cuStreamBeginCapture" not in driver.calls
+    assert ops.backend.mode == "eager"
+
+
+def test_a_failed_capture_is_ended(opened, rng):
+    ops, driver = opened()
+    table, ids, x = embedding(ops, rng)
+    driver.fails["cuLaunchKernelEx"] = driver.real.CUresult.CUDA_ERROR_INVALID_VALUE
+    with pytest.raises(
+        UserError, match="the GPU failed: launch of embed.*CUDA_ERROR_INVALID_VALUE"
+    ) as caught:
+        ops.program(lambda: ops.embed(ids, table, 1.0, x))
+    assert caught.value.code == 3 and "cuStreamEndCapture" in driver.calls
+
+
+def test_failures_are_one_line(opened, rng):
+    ops, driver = opened()
+    table, ids, x = embedding(ops, rng)
+    program = ops.program(lambda: ops.embed(ids, table, 1.0, x))
+    for code, words in (
+        ("CUDA_ERROR_ILLEGAL_ADDRESS", "the GPU failed"),
+        ("CUDA_ERROR_OUT_OF_MEMORY", "out of memory"),
+    ):
+        driver.fails["cuGraphLaunch"] = getattr(driver.real.CUresult, code)
+        with pytest.raises(UserError, match=words) as caught:
+            program.launch()
+        assert caught.value.code == 3 and "\n" not in str(caught.value)
+
+    def refuse(*_):
+        raise MemoryError("no room")
+
+    ops.backend._cupy.empty = ops.backend._cupy.zeros = refuse
+    with pytest.raises(UserError, match="out of memory .0.0 GiB free.") as caught:
+        ops.array((1 << 40,), "f32")
+    assert caught.value.code == 3 and "--ctx" in caught.value.hint
+
+
+@pytest.mark.parametrize("activations", ["f32", "bf16"])
+def test_a_tiny_model_loads_and_records_a_round(opened, activations, tmp_path, monkeypatch):
+    """The whole of load() and of a round's launches: arguments and types of every kernel are checked on the way."""
+    import minidflash as md
+    from tests.random_pair import write_random
+
+    ops, driver = opened(activations)
+    monkeypatch.setattr("minidflash.kernels.open_ops", lambda *_, **__: ops)
+    monkeypatch.setattr(ops.backend, "free_memory", lambda: 10**9)
+    target, drafter = write_random(tmp_path, "odd")
+    engine = md.load(str(target), drafter=str(drafter), backend="cuda", ctx=64)
+    assert set(ops.backend.variants) >= {
+        "embed",
+        "qkv",
+        "attend",
+        "linear_add",
+        "gate_up",
+        "head",
+        "accept",
+        "inject",
+    }
+    assert driver.count("cuGraphInstantiate") == 2 == driver.count("cuGraphLaunch"), (
+        "a plain and a drafted round"
+    )
+    assert engine.jit_s > 0
+    monkeypatch.setattr(ops.backend, "free_memory", lambda: 10**6)
+    with pytest.raises(UserError, match="64 positions need .* GB with the weights") as caught:
+        md.load(str(target), drafter=str(drafter), backend="cuda", ctx=64)
+    assert caught.value.code == 3
+
+
+def test_no_source_names_a_stream_of_its_own():
+    """All work is on the device's stream: a kernel elsewhere would not be captured."""
+    for path in (source.CUDA_FOLDER.parent / "gpu").glob("*.py"):
+        assert "stream=" not in path.read_text().replace("stream=self._stream", ""), path.name
