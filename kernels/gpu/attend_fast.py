@@ -6,6 +6,7 @@ launch merges only decide the time (kernels/cuda/attend_plan.cuh).
 
 COUNTERS, RECORDS = 4096, 512  # as in attend_plan.cuh
 MOST_ROWS, LEAF, CHAIN, SPAN = 128, 128, 4, 16
+LEVEL_AT = 3 * MOST_ROWS  # i32 of the records that says what a unit was
 TERMS = 2  # bf16 numbers a probability: one keeps 8 bits of it, two 16
 MERGE_ROWS = 8  # up to so many rows times query heads of a kv head, the last block of a set merges its pieces
 
