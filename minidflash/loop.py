@@ -65,22 +65,23 @@ def rounds_of(engine, request, timing):
         reason = REASONS[int(record[2])]
         first = Round([int(record[3])], seconds=timing.prefill_s, finish_reason=reason)
         yield from texts.push(first, reason is not None)
-        waiting = 0  # context features not injected yet, as s.fresh says
+        waiting, committed = 0, 1  # context features not injected yet, as s.fresh says; tokens of the run
         while reason is None and not (texts.is_stopped or engine.is_interrupted):
             since = time.perf_counter()
             width = engine.schedule.choose(request)
             is_injecting = request.drafts and (width > 1 or waiting == s.block)
+            injected = waiting if is_injecting else None
             program(engine, s, request.drafts, width, is_injecting).launch()
             record = ops.download(s.record)[0]
             drafts = record[3 + s.block + 1 : 3 + s.block + width].tolist()
             seconds = time.perf_counter() - since
             emitted, accepted, why = (int(v) for v in record[:3])
-            waiting = emitted if is_injecting else waiting + emitted
+            waiting, committed = emitted if is_injecting else waiting + emitted, committed + emitted
             engine.schedule.learn(width, accepted, emitted, seconds)
             timing.decode_s += seconds
             reason = REASONS[why]
             if os.environ.get("MINIDFLASH_CHECK") == "1":
-                check(engine, s, request, record, drafts)
+                check(engine, s, request, record, committed, injected)
             tokens = record[3 : 3 + emitted].tolist()
             yield from texts.push(
                 Round(tokens, None, drafts, accepted, width, seconds, reason), reason is not None
@@ -167,22 +168,38 @@ def device_ids(ops, values):
     return out
 
 
-def check(engine, s, request, record, drafts):
-    """Invariants of engine.md 2, on the host. Errors: AssertionError naming the one that broke."""
-    ops, vocab = engine.ops, engine.target.config.vocab
+def check(engine, s, request, record, committed, injected):
+    """Invariants of engine.md 2, on the host, after a round. Errors: AssertionError naming the one that broke.
+
+    committed: tokens of the run so far, this round's included. injected: how many context features this round had to
+    inject; None for a round that lets them wait.
+    """
+    ops, vocab, emitted = engine.ops, engine.target.config.vocab, int(record[0])
     start, fresh, anchor = (int(ops.download(b)[0]) for b in (s.start, s.fresh, s.anchor))
-    emitted = int(record[0])
-    assert 1 <= emitted <= s.block, f"a round emitted {emitted} tokens"
-    assert start + 1 <= s.ctx, f"start {start} outside the context of {s.ctx}"
-    assert not request.drafts or emitted <= fresh <= s.block, (
-        f"{fresh} context features wait, {emitted} are new"
-    )
-    assert anchor == int(record[2 + emitted]), f"anchor {anchor} is not the last token emitted"
+    drafts = [i for i in record[3 + s.block :].tolist() if i != -1]
     ids = [*record[3 : 3 + emitted].tolist(), *drafts]
+    before, width = start - emitted, len(drafts) + 1
+    assert 1 <= emitted <= width, f"a round of {width} rows emitted {emitted} tokens"
     assert all(0 <= i < vocab for i in ids), f"ids outside 0..{vocab - 1}: {ids}"
-    x = ops.download(s.rows.x)[:1]
-    finite = np.isfinite((x.astype(np.uint32) << 16).view(np.float32) if x.dtype == np.uint16 else x)
-    assert finite.all(), "the residual stream is not finite"
+    assert anchor == ids[emitted - 1], f"anchor {anchor} is not the last token emitted, {ids[emitted - 1]}"
+    assert start == len(request.ids) + committed - 1 < s.ctx, f"start {start} after {committed} tokens"
+    rows = ops.download(s.rows.pos)[
+        :width
+    ].tolist()  # with the rows before them, what the target's cache holds
+    assert rows == list(range(before, before + width)), f"target cache rows {rows} verified at start {before}"
+    if request.drafts:
+        assert emitted <= fresh <= s.block, f"{fresh} context features wait, {emitted} are new"
+    if injected is not None:
+        kept = [p for p in ops.download(s.context_pos).tolist() if p >= 0]
+        assert kept == list(range(before - injected, before)), (
+            f"drafter rows {kept} injected at start {before}"
+        )
+        assert fresh == emitted, f"drafter context and {fresh} fresh rows are not start {start}"
+    w, config = engine.target.weights, engine.target.config
+    logits = ops.array((width, vocab), "f32")
+    work = ops.array((ops.backend.work_size(width, config.width, vocab),), "f32")
+    ops.head_logits(s.rows.x[:width], w["norm"], config.eps, w["head"], work, logits)
+    assert np.isfinite(ops.download(logits)).all(), "the logits are not finite"
 
 
 def machine_name():
