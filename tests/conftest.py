@@ -5,7 +5,7 @@ from functools import lru_cache
 
 import numpy as np
 import pytest
-from minidflash.kernels import open_ops
+from minidflash.kernels import has_cuda, open_ops
 
 from minidflash.errors import UserError
 from tests import golden_files
@@ -34,6 +34,8 @@ def _opened(backend, activations, options):
 
 def open_or_skip(backend, activations, **options):
     """Ops of a backend, opened once. Skips in words where the machine lacks it; in CI only the GPU may be absent."""
+    if backend == "cuda" and not has_cuda():
+        pytest.skip("backend cuda cannot run here: it needs an NVIDIA GPU and pip install 'minidflash[cuda]'")
     found = _opened(backend, activations, tuple(sorted(options.items())))
     if isinstance(found, UserError):
         words = f"backend {backend} cannot run here: {found}; {found.hint}"
@@ -51,6 +53,15 @@ def parameters(backends=None, activations=("f32", "bf16")):
         for name in known_backends()
         if backends is None or name in backends
         for kind in activations
+    ]
+
+
+def parameters_with(values, few, backends=None, activations=("f32", "bf16")):
+    """Parameters (ops, value): every backend with all values, but the emulator, which is slow, with `few` of them."""
+    return [
+        pytest.param(p.values[0], value, id=f"{p.id}-{value}", marks=p.marks)
+        for p in parameters(backends, activations)
+        for value in (few if p.values[0][0] == "emulate" else values)
     ]
 
 

@@ -8,7 +8,7 @@ from minidflash import drafter as draft
 from minidflash import loop
 from minidflash.request import Request, release, reserve
 from tests.compare import real
-from tests.conftest import parameters
+from tests.conftest import parameters, parameters_with
 from tests.models import ROUNDS_TOKENS, clipped, engine_of, numbers, relative, target_of
 
 PAIRS = ["dflash-llama-tiny", "dflash-qwen3-tiny", "dflash-qwen3-trained", "dflash-qwen3-swa-tiny"]
@@ -105,11 +105,18 @@ def test_inside_of_two_drafter_calls(ops, pair):
         release(engine)
 
 
-@exact
-@pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize("b", [4, 8, 16])
-def test_traces(ops, pair, b):
+@pytest.mark.parametrize(
+    "ops, case",
+    parameters_with(
+        [(pair, b) for pair in PAIRS for b in (4, 8, 16)],
+        [("dflash-qwen3-trained", 8), ("dflash-qwen3-swa-tiny", 4)],
+        activations=["f32"],
+    ),
+    indirect=["ops"],
+)
+def test_traces(ops, case):
     """Ids and rounds exactly; drafts, and the target's answers behind equal drafts, wherever the margin is clear."""
+    pair, b = case
     engine, g = load(pair, ops), numbers(pair)
     for p in range(3):
         g_of = {
@@ -167,9 +174,10 @@ def test_stop_runs(ops, pair):
 
 
 @pytest.mark.parametrize(
-    "ops", parameters([b for b in ("numba", "emulate", "cuda")], ["bf16"]), indirect=True
+    "ops, pair",
+    parameters_with(PAIRS, ["dflash-qwen3-trained"], ["numba", "emulate", "cuda"], ["bf16"]),
+    indirect=["ops"],
 )
-@pytest.mark.parametrize("pair", PAIRS)
 def test_bf16_activations_draft_the_plain_text(ops, pair):
     engine, g = load(pair, ops, "bf16"), numbers(pair)
     for p in range(3):

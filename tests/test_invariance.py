@@ -7,17 +7,18 @@ import minidflash as md
 from minidflash import loop
 from minidflash.request import Request, release, reserve
 from tests.compare import assert_same_bits
-from tests.conftest import parameters
+from tests.conftest import parameters_with
 from tests.golden_files import golden
-from tests.models import engine_of, forward, logits_of, state_of
+from tests.models import engine_of, forward, logits_of, state_of, target_of
 
-makers = pytest.mark.parametrize("ops", parameters(["numba", "emulate", "cuda"]), indirect=True)
+MAKERS = "numba", "emulate", "cuda"
 WIDTHS = 1, 2, 7, 16
 
 
-@makers
 @pytest.mark.parametrize("target", ["qwen3-tiny", "llama-tiny"])
-@pytest.mark.parametrize("context", [1, 37, 120, 127, 128, 250])
+@pytest.mark.parametrize(
+    "ops, context", parameters_with([1, 37, 120, 127, 128, 250], [120], MAKERS), indirect=["ops"]
+)
 def test_verify_widths(ops, target, context):
     """Rows context .. context+15 in passes of 1, 2, 7 and 16: every layer's stream, the caches, the logits."""
     engine = engine_of(target, None, ops.name, ops.activations)
@@ -58,19 +59,20 @@ def prefilled(engine, ids, monkeypatch):
     return [ops.download(s.anchor), np.concatenate(taps), *caches]
 
 
-@makers
 @pytest.mark.parametrize(
-    "pair, target", [("dflash-qwen3-trained", "qwen3-tiny"), ("dflash-llama-tiny", "llama-tiny")]
+    "ops, pair",
+    parameters_with(["dflash-qwen3-trained", "dflash-llama-tiny"], ["dflash-qwen3-trained"], MAKERS),
+    indirect=["ops"],
 )
-def test_prefill_chunks(ops, pair, target, monkeypatch):
+def test_prefill_chunks(ops, pair, monkeypatch):
     """Chunks of 1, 3, 16, 37 and 256: caches of target and drafter, and every tap."""
-    first = None
+    first, target, length = None, target_of(pair), 40 if ops.name == "emulate" else 150
     for chunk in (1, 3, 16, 37, 256):
         engine = md.load(
             str(golden(target)), drafter=str(golden(pair)), backend=ops.name, activations=ops.activations,
             ctx=320, prefill_chunk=chunk, warm=False,
         )  # fmt: skip
-        ids = np.random.default_rng(5).integers(0, engine.target.config.vocab, 150).tolist()
+        ids = np.random.default_rng(5).integers(0, engine.target.config.vocab, length).tolist()
         found = prefilled(engine, ids, monkeypatch)
         assert len(found[1]) == len(ids)
         first = first or found
