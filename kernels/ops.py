@@ -34,6 +34,18 @@ class Ops:
         self.array, self.upload, self.download = backend.array, backend.upload, backend.download
         self.weight = backend.weight
         self._recording = None
+        self._for_prefill = None
+
+    @property
+    def for_prefill(self):
+        """Ops whose rows suit the many token rows of a prompt; this object where the backend has no others.
+
+        Weights and buffers are the same. A row's bits may differ from this object's, and do not depend on the chunk.
+        """
+        if self._for_prefill is None:
+            make = getattr(self.backend, "for_prefill", None)
+            self._for_prefill = Ops(make()) if make else self
+        return self._for_prefill
 
     def __getattr__(self, name):
         if name not in ROWS:

@@ -136,7 +136,7 @@ def start_schedule(engine, s, request):
 
 def prefill(engine, s, request):
     """Run the prompt in chunks, inject every chunk's features, choose and commit the first token."""
-    ops, ids, total = engine.ops, request.ids, len(request.ids)
+    ops, ids, total = engine.ops.for_prefill, request.ids, len(request.ids)
     taps = engine.drafter.config.taps if request.drafts else ()
     for first in range(0, total, s.chunk):
         count = min(s.chunk, total - first)

@@ -46,6 +46,12 @@ class GpuBackend:
         if not self.is_preparing:
             self.device.launch(function, grid, block, shared, args, **how)
 
+    def for_prefill(self):
+        """This backend with the variants for many token rows in front."""
+        from .prefill import Prefill
+
+        return Prefill(self)
+
     def work_size(self, rows, cols, outputs):
         """Workspace elements (f32) for a kernel of `rows` token rows, `cols` inputs, `outputs` outputs."""
         need = max(plain.work_size(rows, cols, outputs), fast.work_size(self, rows, cols, outputs))

@@ -1,0 +1,49 @@
+/* linear_prefill: y = scale (x W^T) in f32, for kernels that finish rows: qkv.cu, inject.cu, norm.cu.
+ * norm_prefill: x times the norm's weights, rounded to bf16, and 1 / rms of each row, the scale above.
+ * Grid:   prefill.cuh; norm_prefill a block a row, 256 threads.
+ * Moves:  N*K*2 + T*K*2 bytes in, T*N*4 out; bound by tensor cores.
+ * Truth:  oracle.py linear, rmsnorm; the root scales the finished sum, as in skinny.cuh. */
+#include "prefill.cuh"
+
+struct Keep {
+    float* y;
+    const float* scale;
+    int stride, first, count;  // outputs of this block: first .. first + count - 1 of y's `stride`
+
+    __device__ __forceinline__ void operator()(int token, const float* sums) const {
+        float r = scale ? scale[token] : 1.f;
+        float* to = y + (size_t)token * stride + first;
+        for (int n = lane_index(); n < min(OUTPUTS, count); n += 32) to[n] = sums[n] * r;
+    }
+};
+
+/* Two matrices side by side in y: w's outputs, then v's (v_outputs 0: none). scale: null, or of each row. */
+extern "C" __global__ void __launch_bounds__(THREADS)
+    linear_prefill(const u16* w, const u16* v, const bf16* x, const float* scale, float* y, int rows,
+                   int cols, int outputs, int v_outputs) {
+    int groups = (outputs + OUTPUTS - 1) / OUTPUTS, group = blockIdx.y;
+    bool is_first = group < groups;
+    if (!is_first) group -= groups;
+    int own = is_first ? outputs : v_outputs;
+    Product product(is_first ? w : v, (own + 15) / 16, group, x, rows, cols);
+    Keep sink{y, scale, outputs + v_outputs, (is_first ? 0 : outputs) + group * OUTPUTS,
+              own - group * OUTPUTS};
+    prefill(product, sink);
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    norm_prefill(const bf16* x, const float* norm, float eps, bf16* y, float* scale, int cols) {
+    griddep_launch();
+    griddep_wait();
+    const u32* from = (const u32*)(x + (size_t)blockIdx.x * cols);
+    u32* to = (u32*)(y + (size_t)blockIdx.x * cols);
+    float sum = 0.f;
+    for (int i = threadIdx.x; i < cols / 2; i += 256) {
+        float low = low_f32(from[i]), high = high_f32(from[i]);
+        sum += low * low;
+        sum += high * high;
+        to[i] = pack_bf16(low * norm[2 * i], high * norm[2 * i + 1]);
+    }
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) scale[blockIdx.x] = rsqrtf(sum / cols + eps);
+}

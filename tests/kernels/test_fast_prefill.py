@@ -1,0 +1,167 @@
+"""The products of a prompt: close to the oracle, and a row's bits are not a matter of chunks, company or tiles."""
+
+import numpy as np
+import pytest
+from minidflash.kernels import launch, source
+from minidflash.kernels.gpu import prefill
+from minidflash.kernels.ops import Ops
+
+from tests.cases import check, run
+from tests.compare import assert_same_bits, real
+from tests.conftest import open_or_skip, parameters
+from tests.kernels import test_fuse, test_gate_up, test_inject, test_linear_add, test_qkv, test_rows
+from tests.kernels.test_compile import assert_instructions, disassemble, needs_nvrtc
+
+# C_NORMED: the norm's weights are multiplied in before the product and that is rounded, half of 2^-7 of each term.
+C, C_NORMED = 16, 2**15
+ROLES = {"gate_up": "gate_up", "fuse": "fc"}
+on_gpu_backends = pytest.mark.parametrize("ops", parameters(["emulate", "cuda"], ["bf16"]), indirect=True)
+
+
+class Prompt(Ops):
+    """Ops of a prompt whose weights get the role that a row gives them."""
+
+    def __init__(self, ops, name):
+        super().__init__(prefill.Prefill(ops.backend))
+        self.weight = lambda parts: ops.backend.weight(parts, ROLES.get(name, "down"))
+
+
+def prompt_check(ops, name, case, terms, c, variant="prefill", **sizes):
+    got = check(Prompt(ops, name), name, case, terms, c, **sizes)
+    assert ops.backend.variants[name] == variant
+    return got
+
+
+def prompt_run(ops, name, case, **sizes):
+    got = run(Prompt(ops, name), name, case, **sizes)
+    assert ops.backend.variants[name] == "prefill"
+    return got
+
+
+@on_gpu_backends
+@pytest.mark.parametrize("bias, tap_at", [(False, None), (True, 11)])
+@pytest.mark.parametrize("T, D, F", [(1, 80, 64), (70, 200, 40), (130, 72, 576), (300, 16, 8)])
+def test_linear_add_matches_oracle(ops, rng, T, D, F, bias, tap_at):
+    case = test_linear_add.make(ops, rng, T, D, F, "bf16", bias, tap_at)
+    got = prompt_check(ops, "linear_add", case, test_linear_add.terms_of(case), C)
+    if tap_at is not None:
+        want = case["taps"].copy()
+        for t, row in enumerate(case["tap_row"]):
+            if row >= 0:
+                want[row, tap_at : tap_at + D] = got["x"][t]
+        assert_same_bits(got["taps"], want, "taps")
+
+
+@on_gpu_backends
+@pytest.mark.parametrize("T, D, F", [(1, 64, 40), (70, 96, 100), (16, 576, 13)])
+def test_gate_up_matches_oracle(ops, rng, T, D, F):
+    case = test_gate_up.make(ops, rng, T, D, F, "bf16")
+    prompt_check(ops, "gate_up", case, test_gate_up.terms_of(case), C_NORMED, F=F)
+
+
+@on_gpu_backends
+@pytest.mark.parametrize("norms, bias", [(False, False), (True, True)])
+@pytest.mark.parametrize(
+    "shape", [(5, 128, 5, 1, 24, 12), (16, 512, 8, 4, 128, 64), (70, 40, 3, 3, 80, 40)], ids=str
+)
+def test_qkv_matches_oracle(ops, rng, shape, norms, bias):
+    case = test_qkv.make(ops, rng, shape, "bf16", norms, bias)
+    got = prompt_check(ops, "qkv", case, test_qkv.terms_of(case), C_NORMED, H=shape[2])
+    assert (got["q"][case["pos"] < 0] == 0).all()
+    for name in ("cache_k", "cache_v"):
+        assert np.isnan(real(got[name])).any(), "cells of others stay as they were"
+
+
+@on_gpu_backends
+@pytest.mark.parametrize("T, D, columns", [(3, 24, 80), (70, 37, 64)])
+def test_fuse_matches_oracle(ops, rng, T, D, columns):
+    case = test_fuse.make(ops, rng, T, D, columns, "bf16")
+    prompt_check(ops, "fuse", case, test_fuse.terms_of(case), C, D=D)
+
+
+@on_gpu_backends
+@pytest.mark.parametrize("shape", [(5, 80, 3, 1, 24, 12), (17, 40, 1, 3, 80, 40)], ids=str)
+def test_inject_matches_oracle(ops, rng, shape):
+    case = test_inject.make(ops, rng, shape, "bf16", True, True)
+    prompt_check(ops, "inject", case, test_inject.terms_of(case), C)
+
+
+@on_gpu_backends
+def test_odd_columns_are_left_to_the_other_kernels(ops, rng):
+    case = test_linear_add.make(ops, rng, 5, 16, 77, "bf16", False, None)
+    prompt_check(ops, "linear_add", case, test_linear_add.terms_of(case), C, "fast")
+
+
+@on_gpu_backends
+@pytest.mark.parametrize("name", ["linear_add", "gate_up", "qkv", "fuse", "inject"])
+def test_a_row_alone_has_the_bits_of_a_chunk(ops, rng, name, monkeypatch):
+    """Rows of a chunk of 64, in chunks of 1 and 17, under every tile."""
+    monkeypatch.setattr(test_rows, "make", wide(test_rows.make))
+    case, sizes = test_rows.make(name, rng, "bf16", "bf16")
+    whole = test_rows.seen(name, case, prompt_run(ops, name, case, **sizes), range(64))
+    for rows, tile in (
+        (range(1), (64, 4)),
+        (range(40, 57), (64, 8)),
+        (range(63, 64), (128, 8)),
+        (range(3, 5), (256, 8)),
+    ):
+        monkeypatch.setattr(prefill, "choose", lambda *_, tile=tile: tile)
+        part = test_rows.some_rows(name, case, list(rows))
+        got = test_rows.seen(name, part, prompt_run(ops, name, part, **sizes), rows)
+        test_rows.compare(name, whole, got, list(rows), f"tile {tile}")
+
+
+def wide(make):
+    """test_rows.make with K a multiple of 8, as these kernels want."""
+
+    def made(name, rng, activations, weights):
+        case, sizes = make(name, rng, activations, weights)
+        for what in ("x", "a", "taps", "f"):
+            if what in case and what == {"linear_add": "a", "fuse": "taps", "inject": "f"}.get(name, "x"):
+                cols = case[what].shape[1] // 8 * 8
+                case[what] = np.ascontiguousarray(case[what][:, :cols])
+        for what in ("w", "wq", "wkv"):
+            if what in case:
+                case[what] = type(case[what])(np.ascontiguousarray(case[what].array[:, :cols]))
+        if "norm" in case and name != "fuse":
+            case["norm"] = case["norm"][:cols]
+        return case, sizes
+
+    return made
+
+
+@on_gpu_backends
+def test_dependent_launch_reads_nothing_early(ops, rng, monkeypatch):
+    case = test_gate_up.make(ops, rng, 20, 64, 40, "bf16")
+    want = prompt_run(ops, "gate_up", case, F=40)["h"]
+    monkeypatch.setattr(ops.backend, "dependent", True, raising=False)
+    assert_same_bits(prompt_run(ops, "gate_up", case, F=40)["h"], want)
+
+
+def test_the_tile_grows_with_the_work():
+    assert prefill.choose(132, 2048, 24576) == (256, 8)
+    assert prefill.choose(132, 64, 4096)[0] == 64
+    for rows in (1, 63, 64, 65, 256, 2048):
+        assert prefill.choose(132, rows, 4096) in prefill.TILES
+
+
+def test_ops_of_a_prompt_share_everything_but_rows():
+    emulate, numba = open_or_skip("emulate", "bf16"), open_or_skip("numba", "f32")
+    assert numba.for_prefill is numba
+    prompt = emulate.for_prefill
+    assert prompt is emulate.for_prefill and prompt.name == "emulate" and prompt.activations == "bf16"
+    assert isinstance(prompt.backend, prefill.Prefill) and prompt.backend.variants is emulate.backend.variants
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", launch.ARCHES.values())
+@pytest.mark.parametrize("file", ["linear_prefill", "linear_add_prefill", "gate_up_prefill"])
+def test_compiles_without_spills(arch, file, tmp_path):
+    for tokens, tiles in prefill.TILES:
+        defines = {"TOKENS": tokens, "WEIGHT_TILES": tiles, "STAGES": prefill.STAGES}
+        cubin, log = launch.compile_cubin(source.find(f"{file}.cu"), arch, defines)
+        for name, used in launch.resources(log).items():
+            assert (used.stack, used.spill_stores, used.spill_loads) == (0, 0, 0), f"{name} {defines}: {used}"
+        assert_instructions(
+            disassemble(cubin, tmp_path)[file], ["HMMA.16816.F32.BF16", "LDGSTS", "LDS 128", "ACQBULK"]
+        )
