@@ -54,7 +54,7 @@ class Bench:
         return None if function.local_bytes else function
 
     def launch(self, function, cut, rows, outputs, cols, weight, x, tokens, dependent=False):
-        tiles, token_tiles = fast.tiles_of(outputs), cut.token_tiles(cols, rows)
+        tiles, token_tiles = fast.tiles_of(outputs), cut.token_tiles(rows)
         args = [
             weight.data_ptr(), tokens.data_ptr(), None, None, x.data_ptr(), None, self.work.data_ptr(),
             self.work.data_ptr() + 4 * COUNTERS, rows, outputs, cols, cut.slices, 0, 0,
@@ -86,20 +86,20 @@ class Bench:
 
     def product(self, cut, rows, outputs, cols, replays, dependent=False):
         """Microseconds of our product; passes of fewer rows where shared memory asks for them. None: spills."""
-        most = 8 * cut.token_tiles(cols, rows)
-        function = self.function(cut, most // 8)
-        if function is None:
+        passes = cut.passes(cols, rows)
+        functions = [self.function(cut, cut.token_tiles(count)) for _, count in passes]
+        if None in functions:
             return None
         weights, launches = self.weights(outputs, cols), []
         for weight in weights * (-(-16 // len(weights))):
-            for first, count in fast.passes(rows, most):
-                x, tokens = self.x[first * outputs :], self.tokens[first * cols :]
+            for function, (here, count) in zip(functions, passes, strict=True):
+                at = self.x[here.start * outputs :], self.tokens[here.start * cols :]
                 launches.append(
-                    lambda w=weight, x=x, t=tokens, n=count: self.launch(
-                        function, cut, n, outputs, cols, w, x, t, dependent
+                    lambda f=function, w=weight, at=at, n=count: self.launch(
+                        f, cut, n, outputs, cols, w, *at, dependent
                     )
                 )
-        return self.timed(launches, replays) * len(fast.passes(rows, most))
+        return self.timed(launches, replays) * len(passes)
 
     def cublas(self, rows, outputs, cols, replays):
         tokens, out = (
@@ -128,10 +128,9 @@ class Bench:
         self.device.launch(pack, -(-tiles * chunks * 32 // 256), 256, 0, args, stream=stream)
         tokens = self.tokens[: rows * cols].view(rows, cols)
         x = torch.zeros(rows * outputs, device="cuda", dtype=torch.bfloat16)
-        most = 8 * cut.token_tiles(cols, rows)
-        for first, count in fast.passes(rows, most):
-            function = self.function(cut, most // 8)
-            at = x[first * outputs :], self.tokens[first * cols :]
+        for here, count in cut.passes(cols, rows):
+            function = self.function(cut, cut.token_tiles(count))
+            at = x[here.start * outputs :], self.tokens[here.start * cols :]
             self.launch(function, cut, count, outputs, cols, packed, *at)
         torch.cuda.synchronize()
         want = tokens.double() @ plain.double().T

@@ -51,5 +51,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     int tiles = (outputs + 15) / 16;
     Task task = make_task(rows, cols, tiles, slices);
     AddResidual sink{task, bias, tap_row, x, taps, counters, work, outputs, tap_at, tap_cols};
-    skinny<false>(task, one_matrix(w, tiles, cols), a, nullptr, nullptr, nullptr, sink);
+    skinny<false>(task, Weights{cols, w}, a, nullptr, nullptr, nullptr, sink);
 }

@@ -34,7 +34,9 @@ constexpr int AHEAD = STEPS_AHEAD;
 constexpr int UNITS =
     2 * TOKEN_TILES;  // pairs of outputs a lane: rows g and g + 8 of one token, g = lane / 4
 constexpr int MOST_ROWS = 8 * TOKEN_TILES;
-constexpr int CHUNK_BYTES = 1024;
+constexpr int CHUNK_BYTES = 1024;  // of packed weights: 16 rows x 32 k
+constexpr int TOKEN_CHUNK =
+    512 * TOKEN_TILES;       // bytes of a chunk of the tokens: 8 rows x 32 k, as a warp reads them
 constexpr int SQUARES = 64;  // floats a slice at the start of the workspace: sums of squares by token row
 
 /* What one block does. */
@@ -42,7 +44,6 @@ struct Task {
     int rows, cols, tiles;          // token rows, K, row tiles of all weights
     int slice, slices, begin, end;  // this block's chunks of K
     int first, step;                // its tiles: first, first + step, ...
-    int pitch;  // bytes between token rows in shared memory: 64 modulo 128, no bank conflicts
 };
 
 __device__ __forceinline__ Task make_task(int rows, int cols, int tiles, int slices) {
@@ -53,24 +54,32 @@ __device__ __forceinline__ Task make_task(int rows, int cols, int tiles, int sli
     task.begin = chunks * task.slice / slices;
     task.end = chunks * (task.slice + 1) / slices;
     task.first = blockIdx.x / slices, task.step = gridDim.x / slices;
-    task.pitch = 64 * ((chunks + slices - 1) / slices | 1);
     return task;
 }
 
-/* One packed matrix, or two whose tiles follow each other. */
+/* The same task, made anew after the stream, which then need not keep it in registers; only its step is kept.
+ */
+__device__ __forceinline__ Task again(const Task& before, int rows, int cols, int tiles, int slices) {
+    Task task = make_task(rows, cols, tiles, opaque(slices));
+    task.step = before.step;
+    return task;
+}
+
+/* One packed matrix, or two whose tiles follow each other: the first then has heads * size rows. What at()
+ * needs it makes anew, once a tile, rather than keep registers from the stream. */
 struct Weights {
-    const char *first, *second;
-    int first_tiles;
-    size_t tile_bytes;
+    int cols;
+    const u16 *first, *second = nullptr;
+    int heads = 0, size = 0;
 
     __device__ __forceinline__ const char* at(int tile) const {
-        return tile < first_tiles ? first + tile * tile_bytes : second + (tile - first_tiles) * tile_bytes;
+        size_t tile_bytes = (size_t)(opaque(cols) + 31) / 32 * CHUNK_BYTES;
+        if (!second) return (const char*)first + tile * tile_bytes;
+        int first_tiles = (opaque(heads) * size + 15) / 16;
+        return tile < first_tiles ? (const char*)first + tile * tile_bytes
+                                  : (const char*)second + (tile - first_tiles) * tile_bytes;
     }
 };
-
-__device__ __forceinline__ Weights one_matrix(const u16* w, int tiles, int cols) {
-    return Weights{(const char*)w, nullptr, tiles, (size_t)(cols + 31) / 32 * CHUNK_BYTES};
-}
 
 /* The token row and the weight row within its tile of unit q: v[q].x is row g, v[q].y row g + 8. */
 __device__ __forceinline__ int token_of(int q) { return 8 * (q / 2) + 2 * (lane_index() % 4) + q % 2; }
@@ -118,12 +127,12 @@ __device__ __forceinline__ float lay_row(const Task& task, const bf16* row, cons
                                          unsigned char* to) {
     int pieces = 4 * (task.end - task.begin);
     float sum = 0.f;
-#pragma unroll(IS_ALIGNED ? 4 : 1)
+#pragma unroll(!IS_ALIGNED || TOKEN_TILES == 4 ? 1 : 4)
     for (int piece = lane_index(); piece < pieces; piece += 32) {
         int k = 32 * task.begin + 8 * piece;
         uint4 v = load_piece<IS_ALIGNED>(row, k, task.cols);
         if (IS_NORMED) v = scale_piece<IS_ALIGNED>(v, norm, k, task.cols, sum);
-        *(uint4*)(to + 16 * piece) = v;
+        *(uint4*)(to + piece / 4 * TOKEN_CHUNK + 16 * (piece % 4)) = v;
     }
     return IS_NORMED ? warp_sum(sum) : 0.f;
 }
@@ -137,7 +146,7 @@ __device__ __forceinline__ void lay_tokens(const Task& task, const bf16* x, cons
                                            const float* norm, float* squares, unsigned char* tokens) {
     for (int row = warp_index(); row < task.rows; row += WARPS + 1) {
         const bf16* from = x + (size_t)(pick ? pick[row] : row) * task.cols;
-        unsigned char* to = tokens + row * task.pitch;
+        unsigned char* to = tokens + row / 8 * 512 + row % 8 * 64;
         float sum = task.cols % 8 ? lay_row<IS_NORMED, false>(task, from, norm, to)
                                   : lay_row<IS_NORMED, true>(task, from, norm, to);
         if (IS_NORMED && lane_index() == 0) squares[SQUARES * task.slice + row] = sum;
@@ -146,31 +155,38 @@ __device__ __forceinline__ void lay_tokens(const Task& task, const bf16* x, cons
 
 // ---- the stream of weights: WARPS warps ----
 
-/* Where a warp is in its weights: steps of CHUNKS chunks, interleaved among warps, tile after tile. */
-struct Cursor {
-    int tile, step, chunks;  // chunks: of this warp in this step
-
-    __device__ __forceinline__ void count(const Task& task) {
-        int own = (task.end - task.begin - warp_index() + WARPS - 1) / WARPS;
-        chunks = task.tiles > tile ? min(own - step * CHUNKS, CHUNKS) : 0;
-    }
-
-    __device__ __forceinline__ void advance(const Task& task, int steps) {
-        if (++step == steps) step = 0, tile += task.step;
-        count(task);
-    }
-
-    __device__ __forceinline__ const char* address(const Task& task, const Weights& weights) const {
-        if (!chunks) return nullptr;
-        size_t chunk = task.begin + step * CHUNKS * WARPS + warp_index();
-        return weights.at(tile) + chunk * CHUNK_BYTES + 16 * lane_index();
-    }
-};
-
+/* Steps of a tile: the same for all warps, though the last may have no chunk for some. */
 __device__ __forceinline__ int steps_of(const Task& task) {
     int most = (task.end - task.begin + WARPS - 1) / WARPS;
     return (most + CHUNKS - 1) / CHUNKS;
 }
+
+/* Chunks of this warp in a tile: they are dealt out in turn. */
+__device__ __forceinline__ int own_chunks(const Task& task) {
+    return (task.end - task.begin - warp_index() + WARPS - 1) / WARPS;
+}
+
+/* The step whose weights are asked for next. */
+struct Cursor {
+    const char* at;
+    int tile, step;
+
+    __device__ __forceinline__ void start(const Task& task, const Weights& weights, int tile_) {
+        tile = tile_, step = 0;
+        if (tile < task.tiles)
+            at = weights.at(tile) + (task.begin + warp_index()) * CHUNK_BYTES + 16 * lane_index();
+    }
+
+    /* Chunks of this warp from here to the tile's end; none past the last tile. */
+    __device__ __forceinline__ int rest(const Task& task) const {
+        return tile < task.tiles ? own_chunks(task) - step * CHUNKS : 0;
+    }
+
+    __device__ __forceinline__ void advance(const Task& task, const Weights& weights) {
+        at += CHUNKS * WARPS * CHUNK_BYTES;
+        if (++step == steps_of(task)) start(task, weights, tile + task.step);
+    }
+};
 
 typedef uint4 Fragments[2 * CHUNKS];
 
@@ -184,7 +200,8 @@ __device__ __forceinline__ void hand_over(float (&acc)[TOKEN_TILES][4], int ordi
                                           u64* empty) {
     int set = ordinal & 1;
     mbarrier_wait(&empty[set], (ordinal >> 1 & 1) ^ 1);
-    float2* to = sums + (set * WARPS + warp_index()) * UNITS * 32 + lane_index();
+    int thread = opaque(threadIdx.x);  // the address is made here, not kept through the stream
+    float2* to = sums + (set * WARPS + thread / 32) * UNITS * 32 + thread % 32;
 #pragma unroll
     for (int n = 0; n < TOKEN_TILES; ++n) {
         to[64 * n] = make_float2(acc[n][0], acc[n][2]);
@@ -197,38 +214,34 @@ __device__ __forceinline__ void hand_over(float (&acc)[TOKEN_TILES][4], int ordi
 }
 
 __device__ __forceinline__ void stream(const Task& task, const Weights& weights, Fragments (&a)[AHEAD],
-                                       Cursor next, const unsigned char* tokens, float2* sums, u64* full,
+                                       Cursor& next, const unsigned char* tokens, float2* sums, u64* full,
                                        u64* empty) {
-    const unsigned char* row = tokens + row_of() * task.pitch + 64 * warp_index() + 16 * (lane_index() % 4);
+    const unsigned char* own = tokens + warp_index() * TOKEN_CHUNK + 16 * lane_index();
     float acc[TOKEN_TILES][4] = {};
-    int steps = steps_of(task), ordinal = 0;
-    Cursor here{task.first, 0, 0};
-    here.count(task);
-    bool has_launched = false;
+    int tile = task.first, step = 0, ordinal = 0;
     while (true) {
 #pragma unroll
         for (int s = 0; s < AHEAD; ++s) {
-            if (here.tile >= task.tiles) return;
-            const char* at = next.address(task, weights);
-            if (!at && !has_launched && next.tile >= task.tiles && warp_index() == 0) {
-                griddep_launch();
-                has_launched = true;
-            }
-            const unsigned char* k = row + here.step * (CHUNKS * WARPS * 64);
+            if (tile >= task.tiles) return;
+            if (next.tile >= task.tiles && warp_index() == 0) griddep_launch();  // the last load is under way
+            int rest = own_chunks(task) - step * CHUNKS, asked = next.rest(task);
+            const unsigned char* k = own + step * (CHUNKS * WARPS * TOKEN_CHUNK);
 #pragma unroll
             for (int u = 0; u < CHUNKS; ++u) {
-                if (u < here.chunks)
+                if (u < rest)
 #pragma unroll
                     for (int n = 0; n < TOKEN_TILES; ++n) {
-                        uint4 b = *(const uint4*)(k + 8 * n * task.pitch + u * WARPS * 64);
+                        uint4 b = *(const uint4*)(k + u * WARPS * TOKEN_CHUNK + 512 * n);
                         mma_bf16(acc[n], a[s][2 * u], b.x, b.y);
                         mma_bf16(acc[n], a[s][2 * u + 1], b.z, b.w);
                     }
-                if (u < next.chunks) load_chunk(a[s], u, at);
+                if (u < asked) load_chunk(a[s], u, next.at);
             }
-            next.advance(task, steps);
-            if (here.step == steps - 1) hand_over(acc, ordinal++, sums, full, empty);
-            here.advance(task, steps);
+            next.advance(task, weights);
+            if (++step == steps_of(task)) {
+                hand_over(acc, ordinal++, sums, full, empty);
+                step = 0, tile += task.step;
+            }
         }
     }
 }
@@ -271,7 +284,7 @@ __device__ __forceinline__ bool merge(const Task& task, float* work, u32* counte
 #pragma unroll
     for (int q = 0; q < UNITS; ++q) v[q] = make_float2(0.f, 0.f);
     const float2* from = slice_sums(task, work, tile, 0);
-#pragma unroll 4
+#pragma unroll(8 / UNITS)  // 16 registers of loads under way
     for (int slice = 0; slice < task.slices; ++slice) {
 #pragma unroll
         for (int q = 0; q < UNITS; ++q) {
@@ -333,16 +346,15 @@ __device__ __forceinline__ void skinny(const Task& task, const Weights& weights,
     unsigned char* tokens = dynamic + 2 * WARPS * UNITS * 32 * sizeof(float2);
     bool is_streaming = warp_index() < WARPS;
     Fragments a[AHEAD];
-    Cursor next{task.first, 0, 0};
+    Cursor next{};
     if (is_streaming) {
-        next.count(task);
+        next.start(task, weights, task.first);
 #pragma unroll
         for (int s = 0; s < AHEAD; ++s) {
-            const char* at = next.address(task, weights);
 #pragma unroll
             for (int u = 0; u < CHUNKS; ++u)
-                if (u < next.chunks) load_chunk(a[s], u, at);
-            next.advance(task, steps_of(task));
+                if (u < next.rest(task)) load_chunk(a[s], u, next.at);
+            next.advance(task, weights);
         }
     }
     if (threadIdx.x == 0) {

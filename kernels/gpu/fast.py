@@ -25,7 +25,7 @@ number of multiprocessors.
 import numpy as np
 
 from ..weight import TILE, Weight
-from . import split
+from . import attend_fast, split
 
 COUNTERS = 4096  # as in kernels/gpu/__init__.py, which imports this file
 PAIRED = "packed pairs"  # a tile holds 8 gate rows and the 8 up rows that go with them
@@ -60,13 +60,14 @@ def tiles_of(rows, is_paired=False):
 
 
 def work_size(backend, rows, cols, outputs):
-    """f32 elements of workspace, counters not counted."""
-    return 0
-
-
-def passes(rows, most=split.ROWS):
-    """(first, count) of passes of at most 32 token rows: a row's bits are the same in each."""
-    return [(first, min(most, rows - first)) for first in range(0, rows, most)]
+    """f32 elements of workspace, counters not counted. outputs 0: no product, attention alone."""
+    pieces = attend_fast.work_size(backend)
+    if not outputs:
+        return pieces
+    cut = split.choose(outputs, cols, backend.sms)
+    tiles = -(-outputs // TILE) + 2  # two matrices round up twice
+    finished = split.ROWS * max(outputs, 2 * cut.blocks * backend.sms)  # rows of fuse; bests of head
+    return max(pieces, cut.work(tiles) + finished)
 
 
 def defines_of(cut, token_tiles):
@@ -77,27 +78,143 @@ def defines_of(cut, token_tiles):
     }  # fmt: skip
 
 
-def launch(backend, name, tiles, cut, cols, rows, args):
-    """One pass of a kernel of the skinny family. args: the kernel's, in order."""
-    token_tiles = cut.token_tiles(cols, rows)
-    backend.launch(
-        f"{name}.cu", name, cut.grid(tiles, backend.sms), cut.threads, cut.shared(cols, token_tiles), args,
-        defines_of(cut, token_tiles), dependent=getattr(backend, "dependent", False),
-    )  # fmt: skip
+def launch(backend, file, kernel, tiles, cut, cols, rows, args):
+    """One launch for each pass of rows. args: function of (slice of the rows, their number) -> the kernel's."""
+    for here, count in cut.passes(cols, rows):
+        token_tiles = cut.token_tiles(count)
+        backend.launch(
+            file, kernel, cut.grid(tiles, backend.sms), cut.threads, cut.shared(cols, token_tiles),
+            args(here, count), defines_of(cut, token_tiles), dependent=getattr(backend, "dependent", False),
+        )  # fmt: skip
+    return True
+
+
+def rows_of(array, here):
+    """Those rows of an argument that may be absent."""
+    return None if array is None else array[here]
+
+
+def embed(backend, ids, table, scale, x):
+    if table.layout != "packed":
+        return None
+    dependent = getattr(backend, "dependent", False)
+    args = [ids, table.data, x, scale, x.shape[1]]
+    backend.launch("embed_fast.cu", "embed_fast", len(ids), 128, 0, args, dependent=dependent)
+    return True
+
+
+def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot, pos, cache_k, cache_v, work,
+        q):  # fmt: skip
+    cols, (_, heads, size), (_, groups, cached, _) = wq.cols, q.shape, cache_k.shape
+    if (wq.layout, wkv.layout) != ("packed", "packed") or not has_room(heads + 2 * groups, size):
+        return None
+    cut = split.choose(wq.rows + wkv.rows, cols, backend.sms)
+
+    def args(here, count):
+        return [
+            wq.data, wkv.data, x[here], norm, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot[here], pos[here],
+            cache_k, cache_v, q[here], work, work[COUNTERS:], eps, count, cols, cut.slices, heads, groups, size,
+            cos.shape[1], cached,
+        ]  # fmt: skip
+
+    tiles = tiles_of(wq.rows) + tiles_of(wkv.rows)
+    return launch(backend, "qkv_fast.cu", "qkv_fast", tiles, cut, cols, len(x), args)
+
+
+def has_room(heads, size):
+    """Whether skinny_heads.cuh holds the heads of one launch."""
+    return heads <= 512 and size <= 256
 
 
 def linear_add(backend, a, w, bias, tap_row, tap_at, x, taps, work):
     if w.layout != "packed":
         return None
     cut, tiles = split.choose(w.rows, w.cols, backend.sms), tiles_of(w.rows)
-    for first, count in passes(len(a)):
-        here = slice(first, first + count)
-        args = [
-            w.data, a[here], bias, None if taps is None else tap_row[here], x[here], taps, work,
-            work[COUNTERS:], count, w.rows, w.cols, cut.slices, tap_at, 0 if taps is None else taps.shape[1],
+    tap_cols = 0 if taps is None else taps.shape[1]
+    tap_row = None if taps is None else tap_row
+
+    def args(here, count):
+        return [
+            w.data, a[here], bias, rows_of(tap_row, here), x[here], taps, work, work[COUNTERS:], count, w.rows,
+            w.cols, cut.slices, tap_at, tap_cols,
         ]  # fmt: skip
-        launch(backend, "linear_add_fast", tiles, cut, w.cols, count, args)
-    return True
+
+    return launch(backend, "linear_add_fast.cu", "linear_add_fast", tiles, cut, w.cols, len(a), args)
 
 
-FAST = {"linear_add": linear_add}  # row of the table -> function(backend, *args) -> True, or None to decline
+def gate_up(backend, x, norm, eps, w, work, h):
+    if w.layout != PAIRED:
+        return None
+    cut, tiles, ffn = split.choose(w.rows, w.cols, backend.sms), tiles_of(w.rows, True), h.shape[1]
+
+    def args(here, count):
+        return [w.data, x[here], norm, h[here], work, work[COUNTERS:], eps, count, ffn, w.cols, cut.slices]
+
+    return launch(backend, "gate_up_fast.cu", "gate_up_fast", tiles, cut, w.cols, len(x), args)
+
+
+def head(backend, x, pick, norm, eps, w, limit, ids, work):
+    if w.layout != "packed":
+        return None
+    cut, tiles = split.choose(w.rows, w.cols, backend.sms, whole=True), tiles_of(w.rows)
+
+    def args(here, count):
+        return [w.data, x, pick[here], norm, ids, work, work[COUNTERS:], eps, count, w.rows, w.cols, limit]
+
+    return launch(backend, "head_fast.cu", "head_fast", tiles, cut, w.cols, len(pick), args)
+
+
+def head_logits(backend, x, norm, eps, w, work, logits):
+    if w.layout != "packed":
+        return None
+    cut, tiles = split.choose(w.rows, w.cols, backend.sms, whole=True), tiles_of(w.rows)
+
+    def args(here, count):
+        return [w.data, x[here], norm, logits[here], work[COUNTERS:], eps, count, w.rows, w.cols]
+
+    return launch(backend, "head_fast.cu", "head_logits_fast", tiles, cut, w.cols, len(x), args)
+
+
+def fuse(backend, taps, w, norm, eps, work, f):
+    if w.layout != "packed":
+        return None
+    cut, tiles = split.choose(w.rows, w.cols, backend.sms), tiles_of(w.rows)
+
+    def args(here, count):
+        return [
+            w.data,
+            taps[here],
+            norm,
+            f[here],
+            work,
+            work[COUNTERS:],
+            eps,
+            count,
+            w.rows,
+            w.cols,
+            cut.slices,
+        ]
+
+    return launch(backend, "fuse_fast.cu", "fuse_fast", tiles, cut, w.cols, len(taps), args)
+
+
+def inject(backend, f, wkv, kv_bias, k_norm, eps, cos, sin, slot, pos, cache_k, cache_v, work):
+    layers, slots, groups, cached, size = cache_k.shape
+    if wkv.layout != "packed" or not has_room(layers * 2 * groups, size):
+        return None
+    cut, tiles = split.choose(wkv.rows, wkv.cols, backend.sms), tiles_of(wkv.rows)
+
+    def args(here, count):
+        return [
+            wkv.data, f[here], kv_bias, k_norm, cos, sin, slot[here], pos[here], cache_k, cache_v, work,
+            work[COUNTERS:], eps, count, wkv.cols, cut.slices, layers, slots, groups, size, cos.shape[1], cached,
+        ]  # fmt: skip
+
+    return launch(backend, "inject_fast.cu", "inject_fast", tiles, cut, wkv.cols, len(f), args)
+
+
+# row of the table -> function(backend, *args) -> True, or None to decline
+FAST = {
+    function.__name__: function
+    for function in (embed, qkv, attend_fast.attend, linear_add, gate_up, head, head_logits, fuse, inject)
+}

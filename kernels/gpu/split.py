@@ -14,7 +14,8 @@ SHARED_PER_SM, SHARED_PER_BLOCK = (
     232448,
 )  # H100 and newer; each block costs 1 KB more than it asks for
 STATIC = 2048  # shared bytes that kernels of the family declare themselves
-ROWS = 32  # token rows of one pass; more rows are more passes
+TOKEN_TILES = 1, 2, 4  # groups of 8 token rows that kernels are compiled for
+ROWS = 8 * TOKEN_TILES[-1]  # of one pass; more rows are more passes
 MOST_SLICED_TILES = 4000  # one counter a tile when there is more than one slice
 
 
@@ -39,19 +40,24 @@ class Split:
     def shared(self, cols, token_tiles):
         """Dynamic shared bytes: two sets of the warps' sums, then the token rows."""
         chunks = -(-cols // CHUNK)
-        pitch = 64 * (-(-chunks // self.slices) | 1)
-        return 2 * self.warps * 2 * token_tiles * 256 + 8 * token_tiles * pitch
+        return token_tiles * (2 * self.warps * 2 * 256 + -(-chunks // self.slices) * 512)
 
     def fits(self, cols, token_tiles):
         need = self.shared(cols, token_tiles) + STATIC
         return need <= SHARED_PER_BLOCK and self.blocks * (need + 1024) <= SHARED_PER_SM
 
-    def token_tiles(self, cols, rows):
-        """Groups of 8 rows for a pass of at most `rows` rows: 1, 2 or 4; what shared memory holds."""
-        for wanted in (1, 2, 4):
-            if 8 * wanted >= rows and self.fits(cols, wanted):
-                return wanted
-        return max(t for t in (1, 2, 4) if self.fits(cols, t))
+    def most_rows(self, cols):
+        """Token rows of the widest pass that shared memory holds."""
+        return 8 * max(tiles for tiles in TOKEN_TILES if self.fits(cols, tiles))
+
+    def token_tiles(self, rows):
+        """Groups of 8 rows of a pass with this many rows."""
+        return next(tiles for tiles in TOKEN_TILES if 8 * tiles >= rows)
+
+    def passes(self, cols, rows):
+        """(slice, count) of the passes over `rows` token rows: a row's bits are the same in each."""
+        most = self.most_rows(cols)
+        return [(slice(at, min(at + most, rows)), min(most, rows - at)) for at in range(0, rows, most)]
 
     def work(self, tiles):
         """f32 of workspace: sums of squares, then every slice's sums of every tile."""
@@ -71,15 +77,14 @@ def choose(outputs, cols, sms, whole=False):
     if (outputs, cols, sms) in MEASURED and not whole:
         return MEASURED[outputs, cols, sms]
     tiles, chunks = -(-outputs // TILE), -(-cols // CHUNK)
-    most = 1 if whole or tiles > MOST_SLICED_TILES else min(chunks, 32)
-    for token_tiles in (
-        (2, 1) if whole else (4,)
-    ):  # a whole K at 16 rows is what 1 block a multiprocessor holds
+    most = 1 if whole or tiles > MOST_SLICED_TILES else min(chunks, 64)
+    # 32 rows in one pass where K may be cut; a whole K of 4096 leaves room for 16 rows and one block.
+    for token_tiles in (2, 1) if most == 1 else (4, 2, 1):
         best = None
         for blocks, warps in ((2, 8), (2, 4), (1, 16)):
             for slices in range(1, most + 1):
                 split = Split(slices, blocks, warps)
-                if not split.fits(cols, token_tiles) or slices > blocks * sms:
+                if not split.fits(cols, token_tiles):
                     continue
                 score = efficiency(split, tiles, chunks, sms) - 0.004 * slices
                 if best is None or score > best[0] + 1e-9:

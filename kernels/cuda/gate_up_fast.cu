@@ -1,0 +1,40 @@
+/* gate_up_fast: h = silu(Wg n(x)) * (Wu n(x)), rounded once. A packed tile holds 8 gate rows and the 8 up
+ * rows that go with them, so both numbers of an output are in one thread. Grid:   skinny.cuh; the slice that
+ * comes last to a tile finishes it. Moves:  2*F*D*2 bytes; bound by HBM. Truth:  oracle.py gate_up; here x
+ * times the norm's scale is rounded to bf16 before the product. */
+#include "skinny.cuh"
+
+struct Swiglu {
+    const Task& task;
+    RowScale& scale;
+    bf16* h;
+    u32* counters;
+    float* work;
+    float eps;
+    int ffn;
+    bool has_scale;
+
+    __device__ __forceinline__ void operator()(int tile, float2 (&v)[UNITS]) {
+        if (!merge(task, work, counters, tile, v)) return;
+        if (!has_scale) scale.make(task, work, eps);
+        has_scale = true;
+        int f = 8 * tile + row_of();
+#pragma unroll
+        for (int q = 0; q < UNITS; ++q) {
+            int token = token_of(q);
+            if (token >= task.rows || f >= ffn) continue;
+            float gate = v[q].x * scale.of[token], up = v[q].y * scale.of[token];
+            h[(size_t)token * ffn + f] = to_bf16(gate / (1.f + expf(-gate)) * up);
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+    gate_up_fast(const u16* w, const bf16* x, const float* norm, bf16* h, u32* counters, float* work,
+                 float eps, int rows, int ffn, int cols, int slices) {
+    __shared__ RowScale scale;
+    int tiles = (ffn + 7) / 8;
+    Task task = make_task(rows, cols, tiles, slices);
+    Swiglu sink{task, scale, h, counters, work, eps, ffn, false};
+    skinny<true>(task, Weights{cols, w}, x, nullptr, norm, work, sink);
+}

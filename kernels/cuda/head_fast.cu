@@ -1,0 +1,105 @@
+/* head_fast: ids[pick[r]] = the smallest argmax of (W n(x[pick[r]]))[:limit]; head_logits_fast: W n(x)
+ * itself, in f32. One product for both, so that ids are the argmax of logits bit for bit. The head's logits
+ * never reach memory: each block keeps the best of its tiles, the last block compares the blocks. Grid:
+ * skinny.cuh with one slice. Moves:  V*D*2 bytes; bound by HBM. Truth:  oracle.py head, head_logits; here x
+ * times the norm's scale is rounded to bf16 before the product. */
+#include "skinny.cuh"
+
+/* A NaN counts as -infinity, so of nothing but NaN the first wins, as in the oracle. */
+__device__ __forceinline__ void consider(Best& best, float value, int index) {
+    if (value != value) value = -infinity();
+    best = better(best, Best{value, index});
+}
+
+struct KeepBest {
+    const Task& task;
+    RowScale& scale;
+    const float* squares;
+    float eps;
+    int limit;
+    bool has_scale;
+    Best best[UNITS];
+
+    __device__ __forceinline__ void operator()(int tile, float2 (&v)[UNITS]) {
+        if (!has_scale) scale.make(task, squares, eps);
+        has_scale = true;
+        int n = 16 * tile + row_of();
+#pragma unroll
+        for (int q = 0; q < UNITS; ++q) {
+            float r = scale.of[token_of(q)];
+            if (n < limit) consider(best[q], v[q].x * r, n);
+            if (n + 8 < limit) consider(best[q], v[q].y * r, n + 8);
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+    head_fast(const u16* w, const bf16* x, const int* pick, const float* norm, int* ids, u32* counters,
+              float* work, float eps, int rows, int outputs, int cols, int limit) {
+    __shared__ RowScale scale;
+    int tiles = (outputs + 15) / 16;
+    Task task = make_task(rows, cols, tiles, 1);
+    KeepBest sink{task, scale, work, eps, min(limit, outputs), false, {}};
+#pragma unroll
+    for (int q = 0; q < UNITS; ++q) sink.best[q] = Best{-infinity(), 0x7fffffff};
+    skinny<true>(task, Weights{cols, w}, x, pick, norm, work, sink);
+    Best* bests = (Best*)(work + SQUARES);  // [rows][blocks]
+    if (warp_index() == WARPS) {
+#pragma unroll
+        for (int q = 0; q < UNITS; ++q) {
+            Best best = sink.best[q];
+#pragma unroll
+            for (int step = 4; step < 32; step *= 2) {  // the 8 lanes that hold this token
+                Best other{__shfl_xor_sync(FULL_WARP, best.value, step),
+                           __shfl_xor_sync(FULL_WARP, best.index, step)};
+                best = better(best, other);
+            }
+            if (row_of() == 0 && token_of(q) < rows)
+                bests[(size_t)token_of(q) * gridDim.x + blockIdx.x] = best;
+        }
+    }
+    if (!last_to_arrive(counters, gridDim.x)) return;
+    for (int row = warp_index(); row < rows; row += WARPS + 1) {
+        Best best{-infinity(), 0x7fffffff};
+        for (int block = lane_index(); block < (int)gridDim.x; block += 32) {
+            float2 bits = __ldcg((const float2*)bests + (size_t)row * gridDim.x + block);
+            best = better(best, Best{bits.x, __float_as_int(bits.y)});
+        }
+        best = warp_best(best);
+        if (lane_index() == 0) ids[pick[row]] = best.index;
+    }
+}
+
+struct KeepLogits {
+    const Task& task;
+    RowScale& scale;
+    const float* squares;
+    float* logits;
+    float eps;
+    int outputs;
+    bool has_scale;
+
+    __device__ __forceinline__ void operator()(int tile, float2 (&v)[UNITS]) {
+        if (!has_scale) scale.make(task, squares, eps);
+        has_scale = true;
+        int n = 16 * tile + row_of();
+#pragma unroll
+        for (int q = 0; q < UNITS; ++q) {
+            int token = token_of(q);
+            if (token >= task.rows) continue;
+            float* to = logits + (size_t)token * outputs + n;
+            if (n < outputs) to[0] = v[q].x * scale.of[token];
+            if (n + 8 < outputs) to[8] = v[q].y * scale.of[token];
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+    head_logits_fast(const u16* w, const bf16* x, const float* norm, float* logits, float* work, float eps,
+                     int rows, int outputs, int cols) {
+    __shared__ RowScale scale;
+    int tiles = (outputs + 15) / 16;
+    Task task = make_task(rows, cols, tiles, 1);
+    KeepLogits sink{task, scale, work, logits, eps, outputs, false};
+    skinny<true>(task, Weights{cols, w}, x, nullptr, norm, work, sink);
+}
