@@ -198,7 +198,7 @@ class CudaDevice:
                 f"no GPU {index}: this machine has {count}", hint="--device 0 is the first", code=3
             )
         self.index = index
-        device = self.do(driver.cuDeviceGet(index))
+        self._device = device = self.do(driver.cuDeviceGet(index))
         attribute = driver.CUdevice_attribute
 
         def ask(name):
@@ -216,6 +216,10 @@ class CudaDevice:
         self.stream = int(self.driver_stream)
         self._modules = {}
         self._functions = {}
+
+    def name(self):
+        """The card's name, as the driver has it."""
+        return self.do(self.driver.cuDeviceGetName(256, self._device)).split(b"\0")[0].decode()
 
     def do(self, result):
         """The value of a driver call. result: (code, value...)."""

@@ -45,7 +45,7 @@ def finish(engine, request, rounds, timing, reason=None):
     timing.load_s, timing.jit_s = engine.load_s, engine.jit_s
     return Result.of(
         rounds, request.block if request.drafts else None, reason, timing, memory, prompt_tokens=len(request.ids),
-        backend=engine.ops.name, activations=engine.ops.activations, machine=machine_name(), target=engine.target_name,
+        backend=engine.ops.name, activations=engine.ops.activations, machine=machine_of(engine.ops), target=engine.target_name,
         drafter=engine.drafter_name if request.drafts else None, options=request.options,
     )  # fmt: skip
 
@@ -200,6 +200,11 @@ def check(engine, s, request, record, committed, injected):
     work = ops.array((ops.backend.work_size(width, config.width, vocab),), "f32")
     ops.head_logits(s.rows.x[:width], w["norm"], config.eps, w["head"], work, logits)
     assert np.isfinite(ops.download(logits)).all(), "the logits are not finite"
+
+
+def machine_of(ops):
+    """One line about what a backend runs on."""
+    return getattr(ops.backend, "machine", machine_name)()
 
 
 def machine_name():

@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import mean, median
 
 from .errors import UserError
-from .loop import finish, machine_name, rounds_of
+from .loop import finish, machine_of, rounds_of
 from .report import break_even, round_costs
 from .request import Request
 from .run import open_engine
@@ -37,7 +37,7 @@ def bench(args, interrupt=None):
         rows.append(summary("all", [one for found in kinds.values() for one in found]))
     found = {
         "target": engine.target_name, "drafter": engine.drafter_name, "backend": engine.ops.name,
-        "activations": engine.ops.activations, "machine": machine_name(), "max_tokens": args.max_tokens,
+        "activations": engine.ops.activations, "machine": machine_of(engine.ops), "max_tokens": args.max_tokens,
         "repeat": args.repeat, "block": args.block, "verify": args.verify, "ctx": engine.ctx, "rows": rows,
     }  # fmt: skip
     write(json.dumps(found) + "\n" if args.output == "json" else "\n".join(table(found)) + "\n")

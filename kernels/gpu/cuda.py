@@ -21,7 +21,9 @@ def _cupy():
         ) from error
     except Exception as error:  # a CuPy that is there and breaks: no driver, another CUDA (F89)
         words = " ".join(str(error).split())[:200]
-        raise UserError(f"CuPy does not start: {words}", "repair it, or use --backend numba", code=3) from error
+        raise UserError(
+            f"CuPy does not start: {words}", "repair it, or use --backend numba", code=3
+        ) from error
     return cupy
 
 
@@ -63,6 +65,11 @@ class CudaBackend(GpuBackend):
         self._place = cupy.cuda.Device(device)
         self._stream = cupy.cuda.ExternalStream(self.device.stream, device)
         self._staging = None
+
+    def machine(self):
+        """One line about the card and how rounds reach it."""
+        how = "rounds as CUDA graphs" if self.mode == "graph" else "kernels launched one by one"
+        return f"{self.device.name()}, {how}"
 
     def launch(self, *args, **how):
         with self._failures:

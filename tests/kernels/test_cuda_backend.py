@@ -113,6 +113,8 @@ class Driver:
                 "MULTIPROCESSOR_COUNT": 132,
             }
             return code, known.get(short, 232448)
+        if name == "cuDeviceGetName":
+            return code, b"NVIDIA H100 80GB HBM3\0\0"
         answers = {"cuDeviceGetCount": 1, "cuStreamCreate": self.real.CUstream(7), "cuFuncGetAttribute": 24}
         return code, answers.get(name, 3)
 
@@ -175,6 +177,7 @@ def test_a_program_is_captured_once_with_its_kernels_loaded_before(opened, rng):
     before = driver.count("cuGraphLaunch")
     program.launch(), program.launch()
     assert driver.count("cuGraphLaunch") == before + 2 and driver.count("cuLaunchKernelEx") == 3
+    assert ops.backend.machine() == "NVIDIA H100 80GB HBM3, rounds as CUDA graphs"
     assert ops.backend.mode == "graph" and ops.backend.variants["embed"] == "plain"
 
 
