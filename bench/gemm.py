@@ -142,7 +142,7 @@ def cuts(outputs, cols, sms):
     """Cuts worth a try: the rule's own first, then by how evenly they share the work."""
     tiles, chunks = fast.tiles_of(outputs), -(-cols // split.CHUNK)
     found = {split.choose(outputs, cols, sms): 9.0}
-    for blocks, warps in ((2, 8), (1, 16), (3, 8), (2, 4), (4, 4), (1, 8)):
+    for blocks, warps in ((2, 8), (1, 16), (3, 8), (2, 7), (1, 15), (2, 4), (4, 4)):
         ranked = []
         for slices in range(1, min(chunks, 32) + 1 if tiles <= split.MOST_SLICED_TILES else 2):
             cut = split.Split(slices, blocks, warps)
@@ -152,10 +152,12 @@ def cuts(outputs, cols, sms):
         for score, cut in ranked[:2]:
             found.setdefault(cut, score)
     best = sorted(found, key=lambda cut: -found[cut])
+    kinds = {(cut.blocks, cut.warps): cut for cut in reversed(best)}
     deeper = [
-        split.Split(cut.slices, cut.blocks, cut.warps, chunks, ahead)
-        for cut in best[:3]
-        for chunks, ahead in ((2, 2), (6, 1), (8, 1), (1, 5), (2, 3))
+        split.Split(kinds[kind].slices, *kind, chunks, ahead)
+        for kind in ((2, 8), (1, 16), (2, 7), (1, 15))
+        if kind in kinds
+        for chunks, ahead in ((2, 2), (5, 1), (6, 1), (8, 1), (1, 5), (2, 3), (4, 2))
     ]
     return best + [cut for cut in deeper if cut not in found]
 
@@ -189,6 +191,9 @@ def main():
         own = split.choose(outputs, cols, sms)
         for rows in rows_list:
             us = bench.product(best, rows, outputs, cols, args.replays)
+            if us is None:
+                print(f"{outputs} x {cols}, {rows} rows: {words(best)} spills")
+                continue
             overlapped = bench.product(best, rows, outputs, cols, args.replays, dependent=True)
             peer = bench.cublas(rows, outputs, cols, args.replays)
             gbs = nbytes / us / 1e3

@@ -71,10 +71,14 @@ def work_size(backend, rows, cols, outputs):
 
 
 def defines_of(cut, token_tiles):
-    """-D of a kernel of the skinny family."""
+    """-D of a kernel of the skinny family. How many chunks are on their way does not show in the bits."""
+    is_wide = (
+        token_tiles == split.TOKEN_TILES[-1] and cut.chunks * cut.ahead > 4
+    )  # the sums take its registers
+    chunks, ahead = (4, 1) if is_wide else (cut.chunks, cut.ahead)
     return {
-        "TOKEN_TILES": token_tiles, "STREAM_WARPS": cut.warps, "STEP_CHUNKS": cut.chunks,
-        "STEPS_AHEAD": cut.ahead, "BLOCKS_PER_SM": cut.blocks,
+        "TOKEN_TILES": token_tiles, "STREAM_WARPS": cut.warps, "STEP_CHUNKS": chunks, "STEPS_AHEAD": ahead,
+        "BLOCKS_PER_SM": cut.blocks,
     }  # fmt: skip
 
 
