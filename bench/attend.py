@@ -14,14 +14,15 @@ import re
 import sys
 import time
 from pathlib import Path
-from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import record
 import torch
 from minidflash.kernels.gpu import attend_fast
-from minidflash.kernels.launch import CudaDevice
+from over_torch import Backend, Buffer, copy_gb_s, timed
+
+from minidflash.errors import UserError
 
 ROTATED = 150e6  # bytes of different caches between two uses of the same
 VARIANTS = {  # name: tuning of attend_fast.Shape; the first is the default
@@ -38,58 +39,6 @@ VARIANTS = {  # name: tuning of attend_fast.Shape; the first is the default
     "chains of 8": {"chain": 8, "span": 8},
     "chains of 2": {"chain": 2, "span": 32},
 }
-
-
-class Buffer:
-    """A torch tensor as attend_fast sees an array: shape, size, slices, a pointer."""
-
-    def __init__(self, tensor):
-        self.tensor, self.shape, self.size = tensor, tuple(tensor.shape), tensor.numel()
-
-    def __len__(self):
-        return self.shape[0]
-
-    def __getitem__(self, rows):
-        return Buffer(self.tensor[rows])
-
-
-class Backend:
-    """What attend_fast needs of a backend, over torch's memory and current stream."""
-
-    activations = "bf16"
-
-    def __init__(self):
-        self.device = CudaDevice()
-        self.sms, self.dependent = self.device.sms, False
-        self.spills = False
-
-    def launch(self, file, kernel, grid, block, shared, args, defines=None, **how):
-        function = self.device.function(file, kernel, defines)
-        self.spills |= bool(function.local_bytes)
-        args = [a.tensor.data_ptr() if isinstance(a, Buffer) else a for a in args]
-        stream = torch.cuda.current_stream().cuda_stream
-        self.device.launch(function, grid, block, shared, args, stream=stream, **how)
-
-
-def timed(calls, replays):
-    """Microseconds a call: median over replays of a graph of all calls."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        calls[0]()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for call in calls:
-                call()
-        times = []
-        for _ in range(replays + 3):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(1e3 * begin.elapsed_time(end) / len(calls))
-    return median(times[3:])
 
 
 class Case:
@@ -133,7 +82,7 @@ class Case:
         try:
             self.call(self.caches[0], tuning)
             torch.cuda.synchronize()
-        except RuntimeError as error:
+        except (RuntimeError, UserError) as error:
             print(f"  {tuning}: {str(error).splitlines()[0]}")
             return None
         return None if self.backend.spills else timed(self.calls(lambda c: self.call(c, tuning)), replays)
@@ -155,7 +104,7 @@ class Case:
         for name, way in ways.items():
             try:
                 found[name] = timed(self.calls(way), replays)
-            except RuntimeError as error:
+            except (RuntimeError, UserError) as error:
                 print(f"  torch {name}: {str(error).splitlines()[0]}")
         return found
 
@@ -205,8 +154,7 @@ def main():
     args = parser.parse_args()
     begun, backend, name = time.perf_counter(), Backend(), torch.cuda.get_device_name()
     pool = torch.randn(160 * 2**20, device="cuda", dtype=torch.bfloat16)
-    half = len(pool) // 2
-    copy = 2 * 2 * half / (1e3 * timed([lambda: pool[half:].copy_(pool[:half])] * 4, 20))
+    copy = copy_gb_s(pool)
     results, table = [], []
     for heads in [tuple(map(int, word.split("/"))) for word in args.heads.split(",")]:
         for context in map(int, args.contexts.split(",")):

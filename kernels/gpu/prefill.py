@@ -13,13 +13,9 @@ from ..table import ROWS
 from ..weight import TILE
 
 COUNTERS = 4096  # as in kernels/gpu/__init__.py
-STAGE_K, STAGES = 64, 4
-TILES = (
-    (64, 4),
-    (64, 8),
-    (128, 8),
-    (256, 8),
-)  # (tokens, row tiles of weights) of a block; bits are the same in all
+STAGE_K = 64
+# (tokens, row tiles of weights, stages) of a block; the bits are the same in all
+TILES = (64, 4, 4), (64, 8, 4), (128, 8, 3), (256, 8, 4)
 
 
 class Prefill:
@@ -42,10 +38,10 @@ class Prefill:
 
 
 def choose(sms, rows, outputs):
-    """(tokens, row tiles) of a block: the largest that still gives each multiprocessor work, or the fullest last wave."""
+    """The entry of TILES: the largest that still gives each multiprocessor work, or the fullest last wave."""
 
     def waves(tile):
-        tokens, tiles = tile
+        tokens, tiles, _ = tile
         blocks = -(-rows // tokens) * -(-outputs // (TILE * tiles))
         area = tokens * tiles
         return (
@@ -57,13 +53,13 @@ def choose(sms, rows, outputs):
 
 def launch(backend, file, kernel, rows, outputs, args, groups=None, tile=None):
     """One product. groups: function of the row tiles a block -> blocks over the outputs; tile: instead of choose's."""
-    tokens, tiles = tile or choose(backend.sms, rows, outputs)
+    tokens, tiles, stages = tile or choose(backend.sms, rows, outputs)
     stage = 2 * STAGE_K * (tokens + TILE * tiles)
     finished = 4 * tokens * (TILE * tiles + 4)
     grid = -(-rows // tokens), groups(tiles) if groups else -(-outputs // (TILE * tiles))
     backend.launch(
-        file, kernel, grid, tokens * tiles // 8, max(STAGES * stage, finished), args,
-        {"TOKENS": tokens, "WEIGHT_TILES": tiles, "STAGES": STAGES}, dependent=getattr(backend, "dependent", False),
+        file, kernel, grid, tokens * tiles // 8, max(stages * stage, finished), args,
+        {"TOKENS": tokens, "WEIGHT_TILES": tiles, "STAGES": stages}, dependent=getattr(backend, "dependent", False),
     )  # fmt: skip
 
 

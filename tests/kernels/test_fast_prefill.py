@@ -100,10 +100,10 @@ def test_a_row_alone_has_the_bits_of_a_chunk(ops, rng, name, monkeypatch):
     case, sizes = test_rows.make(name, rng, "bf16", "bf16")
     whole = test_rows.seen(name, case, prompt_run(ops, name, case, **sizes), range(64))
     for rows, tile in (
-        (range(1), (64, 4)),
-        (range(40, 57), (64, 8)),
-        (range(63, 64), (128, 8)),
-        (range(3, 5), (256, 8)),
+        (range(1), (64, 4, 4)),
+        (range(40, 57), (64, 8, 4)),
+        (range(63, 64), (128, 8, 3)),
+        (range(3, 5), (256, 8, 4)),
     ):
         monkeypatch.setattr(prefill, "choose", lambda *_, tile=tile: tile)
         part = test_rows.some_rows(name, case, list(rows))
@@ -139,7 +139,7 @@ def test_dependent_launch_reads_nothing_early(ops, rng, monkeypatch):
 
 
 def test_the_tile_grows_with_the_work():
-    assert prefill.choose(132, 2048, 24576) == (256, 8)
+    assert prefill.choose(132, 2048, 24576) == (256, 8, 4)
     assert prefill.choose(132, 64, 4096)[0] == 64
     for rows in (1, 63, 64, 65, 256, 2048):
         assert prefill.choose(132, rows, 4096) in prefill.TILES
@@ -157,8 +157,8 @@ def test_ops_of_a_prompt_share_everything_but_rows():
 @pytest.mark.parametrize("arch", launch.ARCHES.values())
 @pytest.mark.parametrize("file", ["linear_prefill", "linear_add_prefill", "gate_up_prefill"])
 def test_compiles_without_spills(arch, file, tmp_path):
-    for tokens, tiles in prefill.TILES:
-        defines = {"TOKENS": tokens, "WEIGHT_TILES": tiles, "STAGES": prefill.STAGES}
+    for tokens, tiles, stages in prefill.TILES:
+        defines = {"TOKENS": tokens, "WEIGHT_TILES": tiles, "STAGES": stages}
         cubin, log = launch.compile_cubin(source.find(f"{file}.cu"), arch, defines)
         for name, used in launch.resources(log).items():
             assert (used.stack, used.spill_stores, used.spill_loads) == (0, 0, 0), f"{name} {defines}: {used}"

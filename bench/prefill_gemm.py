@@ -1,0 +1,175 @@
+"""The products of a prompt on a GPU: every tile side by side, torch's matmul (cuBLAS) as the peer.
+
+    python bench/prefill_gemm.py [--shapes 6144x4096,...] [--rows 64,256,1024,2048] [--seconds 300]
+
+A time is per launch: the median over replays of one graph of at least 8 launches, each on another of the weights that
+together fill 200 MB. linear_add_prefill is timed for every shape (its epilogue reads and adds the residual), gate_up
+and qkv's f32 product once at the largest number of rows. The last line adds up a Qwen3-8B prompt of that many rows.
+Writes bench/results/prefill-gemm-CARD.json (into $OUT where that is set); the table comes last. Needs torch.
+"""
+
+import argparse
+import re
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import record
+import torch
+from minidflash.kernels.gpu import fast, prefill
+from minidflash.kernels.weight import Weight
+from over_torch import Backend, Buffer, copy_gb_s, timed
+
+from minidflash.errors import UserError
+
+SHAPES = "6144x4096,4096x4096,24576x4096,4096x12288,4096x20480,960x576,1536x576"
+LAYER = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)]  # a layer of Qwen3-8B, 36 of them
+ROTATED = 200e6
+MORE = [(64, 8, 6), (128, 8, 4), (128, 8, 6), (128, 16, 3), (128, 16, 4), (256, 8, 3), (128, 4, 4)]
+
+
+class Bench:
+    """A device, random weights and tokens, and launches over them."""
+
+    def __init__(self):
+        self.backend = Backend()
+        self.pool = torch.randn(300 * 2**20, device="cuda", dtype=torch.bfloat16) * 0.02
+        self.tokens = torch.randn(2048 * 20480, device="cuda", dtype=torch.bfloat16)
+        self.x = torch.zeros(2048 * 24576, device="cuda", dtype=torch.bfloat16)
+        self.work = torch.zeros(2048 * 24576 + 2**20, device="cuda")
+
+    def weights(self, outputs, cols, layout="packed"):
+        """Weights that rotate: random bits are as good packed as plain."""
+        size = fast.tiles_of(outputs) * -(-cols // 32) * 512
+        count = max(1, min(-(-int(ROTATED) // (2 * size)), len(self.pool) // size, 64))
+        return [
+            Weight(outputs, cols, "bf16", layout, Buffer(self.pool[i * size :][:size])) for i in range(count)
+        ]
+
+    def timed(self, weights, call, replays):
+        """Microseconds of call(weight); None where the kernel spills or does not fit."""
+        self.backend.spills = False
+        try:
+            call(weights[0])
+            torch.cuda.synchronize()
+        except (RuntimeError, UserError) as error:
+            print(f"  {str(error).splitlines()[0]}")
+            return None
+        if self.backend.spills:
+            return None
+        return timed([lambda w=w: call(w) for w in weights * -(-8 // len(weights))], replays)
+
+    def linear_add(self, rows, outputs, cols, tile, replays):
+        a = Buffer(self.tokens[: rows * cols].view(rows, cols))
+        x = Buffer(self.x[: rows * outputs].view(rows, outputs))
+
+        def call(w):
+            assert prefill.linear_add(self.backend, a, w, None, None, 0, x, None, None, tile=tile)
+
+        return self.timed(self.weights(outputs, cols), call, replays)
+
+    def others(self, rows, replays):
+        """Microseconds of gate_up with its norm, and of qkv's norm and product."""
+        work, norm = Buffer(self.work), Buffer(torch.ones(4096, device="cuda"))
+        x, h = (
+            Buffer(self.tokens[: rows * 4096].view(rows, 4096)),
+            Buffer(self.x[: rows * 12288].view(rows, -1)),
+        )
+
+        def gate_up(w):
+            assert prefill.gate_up(self.backend, x, norm, 1e-6, w, work, h)
+
+        def qkv(w):
+            laid, scale, y = prefill.normed(self.backend, x, norm, 1e-6, work)
+            prefill.linear(self.backend, rows, w, laid, scale, y)
+
+        return {
+            "gate_up_us": self.timed(self.weights(24576, 4096, "packed pairs"), gate_up, replays),
+            "qkv_product_us": self.timed(self.weights(6144, 4096), qkv, replays),
+        }
+
+    def cublas(self, rows, outputs, cols, replays):
+        tokens, out = (
+            self.tokens[: rows * cols].view(rows, cols),
+            self.x[: rows * outputs].view(rows, outputs),
+        )
+        weights = [w.data.tensor[: outputs * cols].view(outputs, cols).T for w in self.weights(outputs, cols)]
+        calls = [lambda w=w: torch.matmul(tokens, w, out=out) for w in weights * -(-8 // len(weights))]
+        return timed(calls, replays)
+
+    def error(self, rows, outputs, cols, tile):
+        """Worst |error| over sum|terms| against float64 of packed weights, and whether row 0 alone has its bits."""
+        outputs = min(outputs, 2048)
+        plain = self.pool[: outputs * cols].view(outputs, cols)
+        tiles, chunks = fast.tiles_of(outputs), -(-cols // 32)
+        packed = torch.empty(tiles * chunks * 512, device="cuda", dtype=torch.bfloat16)
+        args = [Buffer(plain), Buffer(plain[8:]), Buffer(packed), outputs, outputs - 8, 16, tiles, cols]
+        self.backend.launch("pack.cu", "pack", -(-tiles * chunks * 32 // 256), 256, 0, args)
+        weight, tokens = Weight(outputs, cols, "bf16", "packed", Buffer(packed)), self.tokens[: rows * cols]
+        y = torch.zeros(rows, outputs, device="cuda")
+        prefill.linear(self.backend, rows, weight, Buffer(tokens), None, Buffer(y), tile=tile)
+        alone = torch.zeros(1, outputs, device="cuda")
+        prefill.linear(self.backend, 1, weight, Buffer(tokens), None, Buffer(alone))
+        torch.cuda.synchronize()
+        tokens = tokens.view(rows, cols)
+        want, terms = tokens.double() @ plain.double().T, tokens.double().abs() @ plain.double().abs().T
+        return float(((y.double() - want).abs() / terms).max()), bool((alone[0] == y[0]).all())
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--shapes", default=SHAPES)
+    parser.add_argument("--rows", default="64,256,1024,2048")
+    parser.add_argument("--replays", type=int, default=20)
+    parser.add_argument(
+        "--seconds", type=float, default=300, help="only the tile of the rule, after this long"
+    )
+    args = parser.parse_args()
+    begun, bench, name = time.perf_counter(), Bench(), torch.cuda.get_device_name()
+    copy, results, table, sums = copy_gb_s(bench.pool), [], [], {}
+    rows_list = [int(rows) for rows in args.rows.split(",")]
+    for outputs, cols in (tuple(map(int, shape.split("x"))) for shape in args.shapes.split(",")):
+        for rows in rows_list:
+            own, tried = prefill.choose(bench.backend.sms, rows, outputs), {}
+            for tile in dict.fromkeys([own, *prefill.TILES, *MORE]):
+                if tried and time.perf_counter() - begun > args.seconds:
+                    break
+                us = bench.linear_add(rows, outputs, cols, tile, args.replays)
+                if us:
+                    tried[tile] = us
+            best, peer = min(tried, key=tried.get), bench.cublas(rows, outputs, cols, args.replays)
+            error, is_same = bench.error(rows, outputs, cols, best)
+            flops = 2 * rows * outputs * cols
+            results.append({
+                "outputs": outputs, "cols": cols, "rows": rows, "us": tried[own], "tflop_s": flops / tried[own] / 1e6,
+                "cublas_us": peer, "tile": own, "best": best, "best_us": tried[best], "error_over_terms": error,
+                "same_bits_alone": is_same, "tiles_us": {str(tile): us for tile, us in tried.items()},
+            })  # fmt: skip
+            table.append(
+                f"{outputs:6} x {cols:5} {rows:5} rows {tried[own]:9.2f} us {flops / tried[own] / 1e6:6.0f} TFLOP/s "
+                f"{peer / tried[own]:5.2f} x cuBLAS  error {error:.1e}  bits {'same' if is_same else 'DIFFER'}  "
+                f"{own}; best {tried[best]:.2f} us {best}"
+            )
+            print(table[-1], flush=True)
+            print(
+                "  " + "; ".join(f"{tried[tile]:.2f} {tile}" for tile in sorted(tried, key=tried.get)),
+                flush=True,
+            )
+            sums[rows, outputs, cols] = tried[best], peer
+    most = max(rows_list)
+    others = bench.others(most, args.replays)
+    if all((most, *shape) in sums for shape in LAYER):
+        ours, peer = (36 * sum(sums[most, *shape][i] for shape in LAYER) / 1e3 for i in (0, 1))
+        table.append(f"36 layers of products at {most} rows: {ours:.1f} ms, cuBLAS {peer:.1f} ms; {others}")
+    card = re.sub(r"\W+", "-", name).strip("-").lower()
+    out = record.write(
+        f"prefill-gemm-{card}", {"results": results, "others": others}, card=name, copy_gb_s=copy
+    )
+    print(f"\n{name}, copy {copy:.0f} GB/s; {out}")
+    print("\n".join(table))
+
+
+if __name__ == "__main__":
+    main()
