@@ -1,6 +1,7 @@
 """The plain kernels read a weight in fragment order too: where a fast variant declines, or a row has none."""
 
 import pytest
+from minidflash.kernels import launch
 from minidflash.kernels.gpu import fast, plain
 from minidflash.kernels.ops import Ops
 from minidflash.kernels.table import ROWS
@@ -8,6 +9,7 @@ from minidflash.kernels.table import ROWS
 from tests.cases import Make, run
 from tests.compare import assert_same_bits
 from tests.conftest import parameters
+from tests.kernels.test_compile import needs_nvrtc
 from tests.kernels.test_rows import make
 
 
@@ -45,3 +47,18 @@ def test_arguments_are_the_tables():
     for name, row in ROWS.items():
         found = list(inspect.signature(getattr(plain, name)).parameters)
         assert found == ["backend", *(spec.name for spec in row.args)]
+
+
+KINDS = {"ACTIVATION": "float", "WEIGHT": "float", "FROM": "float", "TO": "float", "TOKEN": "float"}
+FILES = ["embed", "norm", "linear", "linear_add", "gate_up", "qkv", "inject", "attend"]
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize(
+    "defines", [KINDS, {"PACKED": 1}, {"PACKED": 2}, KINDS | {"WEIGHT": "bf16"}], ids=str
+)
+def test_every_type_compiles_and_stays_in_registers(file, defines):
+    _, log = launch.compile_cubin(f"{file}.cu", "sm_90a", defines)
+    for name, used in launch.resources(log).items():
+        assert (used.stack, used.spill_stores, used.spill_loads) == (0, 0, 0), f"{name}: {used}"
