@@ -57,7 +57,9 @@ def parameters(backends=None, activations=("f32", "bf16")):
 
 
 def parameters_with(values, few, backends=None, activations=("f32", "bf16")):
-    """Parameters (ops, value): every backend with all values, but the emulator, which is slow, with `few` of them."""
+    """Parameters (ops, value): every backend with all values; the emulator, which is slow, with `few` of them, unless
+    MINIDFLASH_FULL=1 asks for all."""
+    few = values if os.environ.get("MINIDFLASH_FULL") == "1" else few
     return [
         pytest.param(p.values[0], value, id=f"{p.id}-{value}", marks=p.marks)
         for p in parameters(backends, activations)

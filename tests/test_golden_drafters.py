@@ -1,7 +1,5 @@
 """Drafter pairs against the reference: the inside of two drafter calls, and complete speculative traces."""
 
-import os
-
 import numpy as np
 import pytest
 
@@ -24,11 +22,6 @@ exact = pytest.mark.parametrize("ops", parameters(activations=["f32"]), indirect
 
 def load(pair, ops, activations="f32"):
     return engine_of(target_of(pair), pair, ops.name, activations)
-
-
-def prompts(ops):
-    """Numbers of the golden prompts; the emulator takes one, unless MINIDFLASH_FULL=1 asks for all."""
-    return range(1 if ops.name == "emulate" and os.environ.get("MINIDFLASH_FULL") != "1" else 3)
 
 
 class Spy:
@@ -125,7 +118,7 @@ def test_traces(ops, case):
     """Ids and rounds exactly; drafts, and the target's answers behind equal drafts, wherever the margin is clear."""
     pair, b = case
     engine, g = load(pair, ops), numbers(pair)
-    for p in prompts(ops):
+    for p in range(3):
         g_of = {
             name: g[f"b{b}.p{p}.{name}"]
             for name in ("output_ids", "acceptance_lengths", "starts", "first_token")
@@ -187,7 +180,7 @@ def test_stop_runs(ops, pair):
 )
 def test_bf16_activations_draft_the_plain_text(ops, pair):
     engine, g = load(pair, ops, "bf16"), numbers(pair)
-    for p in prompts(ops):
+    for p in range(3):
         prompt = g[f"b8.p{p}.output_ids"][:-ROUNDS_TOKENS].tolist()
         plain = md.generate(engine, prompt, max_tokens=ROUNDS_TOKENS, drafter=False).tokens
         for b in (4, 16):
