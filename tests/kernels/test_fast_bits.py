@@ -1,0 +1,200 @@
+"""The fast kernels' bits under any number of rows, any company, order and cut; dependent launch; what is compiled."""
+
+import numpy as np
+import pytest
+from minidflash.kernels import launch
+from minidflash.kernels.gpu import fast, split
+from minidflash.kernels.ops import Ops
+from minidflash.kernels.table import ROWS as TABLE_ROWS
+
+from tests.cases import Make, stored
+from tests.compare import assert_same_bits, real
+from tests.conftest import parameters
+from tests.fast_rows import C_NORMED, PRODUCTS, ROWS, C, fast_check, fast_run, on_gpu_backends
+from tests.kernels import test_fuse, test_gate_up, test_head_logits, test_linear_add, test_qkv, test_rows
+from tests.kernels.test_compile import assert_instructions, disassemble, needs_nvrtc
+
+CUTS = [
+    split.Split(1, 2, 8), split.Split(3, 2, 8, 4, 1), split.Split(2, 1, 16, 1, 4), split.Split(4, 2, 4, 2, 2),
+    split.Split(2, 2, 3, 3, 1),
+]  # fmt: skip
+
+
+@pytest.fixture
+def cut(request, monkeypatch):
+    """Every product is cut this way, as far as its K allows."""
+
+    def choose(outputs, cols, sms, whole=False):
+        chunks, wanted = -(-cols // split.CHUNK), request.param
+        slices = 1 if whole else min(wanted.slices, chunks)
+        return split.Split(slices, wanted.blocks, wanted.warps, wanted.chunks, wanted.ahead)
+
+    monkeypatch.setattr(split, "choose", choose)
+    return request.param
+
+
+# ---- bits ----------------------------------------------------------------------------------------------------------
+
+
+def rows_alone(ops, name, case, sizes, rows):
+    part = test_rows.some_rows(name, case, list(rows))
+    return test_rows.seen(name, part, fast_run(ops, name, part, **sizes), list(rows))
+
+
+@on_gpu_backends
+@pytest.mark.parametrize("cut", CUTS[:2], indirect=True, ids=str)
+@pytest.mark.parametrize("name", ROWS)
+def test_bits_do_not_depend_on_how_many_rows_there_are(ops, rng, cut, name):
+    case, sizes = test_rows.make(name, rng, "bf16", "bf16")
+    whole = rows_alone(ops, name, case, sizes, range(64))
+    for count in (*range(1, 18), 31, 32, 33):
+        first = int(rng.integers(0, 65 - count))
+        rows = range(first, first + count)
+        test_rows.compare(name, whole, rows_alone(ops, name, case, sizes, rows), list(rows), f"{count} rows")
+
+
+@on_gpu_backends
+@pytest.mark.parametrize("cut", CUTS[1:2], indirect=True, ids=str)
+@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_bits_do_not_depend_on_what_other_rows_hold(ops, rng, cut, name):
+    case, sizes = test_rows.make(name, rng, "bf16", "bf16")
+    whole = rows_alone(ops, name, case, sizes, range(20))
+    first = next(spec.name for spec in TABLE_ROWS[name].args if spec.type == "A")
+    case[first] = case[first].copy()
+    case[first][3:9] = stored(np.nan, "bf16")
+    good = [*range(3), *range(9, 20)]
+    after = {what: value[good] for what, value in rows_alone(ops, name, case, sizes, range(20)).items()}
+    test_rows.compare(name, whole, after, good, "NaN beside")
+
+
+@pytest.mark.parametrize("ops", parameters(["emulate"], ["bf16"]), indirect=True)
+@pytest.mark.parametrize("cut", CUTS[:2], indirect=True, ids=str)
+@pytest.mark.parametrize("name", ROWS)
+def test_every_order_of_blocks_warps_and_lanes_gives_the_same_bits(ops, rng, cut, name):
+    case, sizes = test_rows.make(name, rng, "bf16", "bf16")
+    want = rows_alone(ops, name, case, sizes, range(11))
+    for seed in range(1, 5):
+        shuffled = Ops(type(ops.backend)("bf16", seed=seed))
+        got = rows_alone(shuffled, name, case, sizes, range(11))
+        test_rows.compare(name, want, got, list(range(11)), f"seed {seed}")
+
+
+@on_gpu_backends
+@pytest.mark.parametrize("cut", CUTS, indirect=True, ids=str)
+@pytest.mark.parametrize("T", [3, 16, 27])
+def test_every_cut_is_right(ops, rng, cut, T):
+    case = test_linear_add.make(ops, rng, T, 123, 700, "bf16", True)
+    fast_check(ops, "linear_add", case, test_linear_add.terms_of(case), C)
+    case = test_gate_up.make(ops, rng, T, 330, 77, "bf16")
+    fast_check(ops, "gate_up", case, test_gate_up.terms_of(case), C_NORMED, F=77)
+    case = test_qkv.make(ops, rng, (T, 330, 5, 1, 24, 12), "bf16", True, True)
+    fast_check(ops, "qkv", case, test_qkv.terms_of(case), C_NORMED, H=5)
+    case = test_fuse.make(ops, rng, T, 77, 330, "bf16")
+    fast_check(ops, "fuse", case, test_fuse.terms_of(case), C)
+    case = test_head_logits.make(ops, rng, T, 330, 77, "bf16")
+    fast_check(ops, "head_logits", case, test_head_logits.terms_of(case), C_NORMED)
+
+
+# ---- dependent launch ------------------------------------------------------------------------------------------------
+
+
+@on_gpu_backends
+@pytest.mark.parametrize("cut", CUTS[1:2], indirect=True, ids=str)
+def test_dependent_launches_read_nothing_too_early(ops, rng, cut, monkeypatch):
+    """A chain of kernels that share the workspace; the emulator poisons what the predecessor wrote until the wait."""
+    T, D, H, G, K, F, V, S = 5, 96, 3, 1, 32, 80, 70, 12
+    make = Make(rng, "bf16")
+    shapes = {"q": (H * K, D), "kv": (2 * G * K, D), "o": (D, H * K), "gate_up": (2 * F, D), "down": (D, F)}
+    w = {
+        role: ops.backend.weight([make.w(*shape)], role)
+        for role, shape in (shapes | {"head": (V, D)}).items()
+    }
+    cos, sin = make.tables(S, K // 2)
+    host = {"x": make.a(T, D), "taps": np.zeros((T, D), np.uint16), "h": np.zeros((T, F), np.uint16)}
+    host |= {name: np.zeros((1, G, S, K), np.uint16) for name in ("cache_k", "cache_v")}
+    host |= {"q": np.zeros((T, H, K), np.uint16), "norm": make.v(D, around=1), "cos": cos, "sin": sin}
+    host |= {"slot": np.zeros(T, np.int32), "pos": np.arange(T, dtype=np.int32), "ids": np.zeros(T, np.int32)}
+    host["work"] = np.zeros(ops.backend.work_size(T, D, 2 * F), np.float32)
+
+    def chain():
+        kinds = {"uint16": "A", "float32": "f32", "int32": "i32"}
+        b = {name: ops.array(value.shape, kinds[str(value.dtype)]) for name, value in host.items()}
+        for name, value in host.items():
+            ops.upload(b[name], value)
+        where = b["cos"], b["sin"], b["slot"], b["pos"], b["cache_k"], b["cache_v"], b["work"], b["q"]
+        for _ in range(2):
+            ops.qkv(b["x"], b["norm"], 1e-6, w["q"], w["kv"], None, None, None, None, *where)
+            ops.linear_add(b["q"].reshape(T, -1), w["o"], None, None, 0, b["x"], None, b["work"])
+            ops.gate_up(b["x"], b["norm"], 1e-6, w["gate_up"], b["work"], b["h"])
+            ops.linear_add(b["h"], w["down"], None, b["pos"], 0, b["x"], b["taps"], b["work"])
+            ops.head(b["x"], b["pos"], b["norm"], 1e-6, w["head"], V, b["ids"], b["work"])
+        return {name: ops.download(value) for name, value in b.items() if name != "work"}
+
+    want = chain()
+    assert not np.isnan(real(want["x"])).any()
+    monkeypatch.setattr(ops.backend, "dependent", True, raising=False)
+    for what, value in chain().items():
+        assert_same_bits(value, want[what], what)
+
+
+# ---- what is compiled --------------------------------------------------------------------------------------------------
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", launch.ARCHES.values())
+@pytest.mark.parametrize("token_tiles", split.TOKEN_TILES)
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_kernels_keep_to_registers_and_stream(name, token_tiles, arch, tmp_path):
+    file = "head_fast.cu" if name == "head_logits" else f"{name}_fast.cu"
+    defines = fast.defines_of(split.Split(4, 2, 8), token_tiles)
+    cubin, log = launch.compile_cubin(file, arch, {key: str(value) for key, value in defines.items()})
+    used = launch.resources(log)[f"{name}_fast"]
+    assert (used.stack, used.spill_stores, used.spill_loads) == (0, 0, 0)
+    assert used.registers <= 96, "two blocks of 9 warps fit a multiprocessor"
+    wanted = [
+        "LDG.E 128 NA LTC256B CONSTANT",
+        "HMMA.16816.F32.BF16",
+        "LDS 128",
+        "SYNCS",
+        "ACQBULK",
+        "PREEXIT",
+    ]
+    assert_instructions(disassemble(cubin, tmp_path)[f"{name}_fast"], wanted)
+
+
+# ---- cuts ------------------------------------------------------------------------------------------------------------
+
+
+SIZES = [
+    (6144, 4096),
+    (4096, 12288),
+    (24576, 4096),
+    (151936, 4096),
+    (2560, 4096),
+    (4096, 20480),
+    (960, 576),
+    (16, 8),
+]
+
+
+@pytest.mark.parametrize("sms", [4, 132, 148])
+@pytest.mark.parametrize("outputs, cols", SIZES)
+def test_a_cut_fits_the_card(outputs, cols, sms):
+    for whole in (False, True)[: 1 + (cols <= 12288)]:
+        cut = split.choose(outputs, cols, sms, whole)
+        tiles, most = fast.tiles_of(outputs), cut.most_rows(cols)
+        assert 1 <= cut.slices <= -(-cols // split.CHUNK) and (cut.slices == 1 or not whole)
+        assert cut.slices == 1 or tiles <= split.MOST_SLICED_TILES < fast.COUNTERS
+        assert cut.fits(cols, most // 8) and (whole or outputs > 100000 or most == split.ROWS)
+        assert cut.grid(tiles, sms) % cut.slices == 0
+        assert cut.grid(tiles, sms) <= max(cut.slices, cut.blocks * sms)
+        for rows in (1, 8, 9, 32, 33, 100):
+            passes = cut.passes(cols, rows)
+            assert sum(count for _, count in passes) == rows
+            assert all(8 * cut.token_tiles(count) >= count for _, count in passes)
+
+
+def test_a_card_is_kept_busy():
+    tiles_chunks = [(n // 16, k // 32, split.choose(n, k, 132)) for n, k in SIZES[:6]]
+    assert all(split.efficiency(cut, tiles, chunks, 132) > 0.9 for tiles, chunks, cut in tiles_chunks)
