@@ -235,17 +235,17 @@ def test_two_streams_of_one_engine_are_refused_and_do_no_harm(tmp_path):
 def test_f79_speed_is_that_of_an_outside_clock(tmp_path, monkeypatch):
     monkeypatch.setenv("MINIDFLASH_CHECK", "0")  # its time is nobody's
     engine = load(tmp_path)
-    md.generate(engine, P, max_tokens=600, verify=1)
+    md.generate(engine, P, max_tokens=200, verify=1)
     best = 1.0
     for _ in range(5):  # a busy machine may stop either clock: the best of five must agree
-        stream = md.stream(engine, P, max_tokens=600, verify=1)
+        stream = md.stream(engine, P, max_tokens=200, verify=1)
         next(stream)
         begun = time.perf_counter()
         seconds = sum(r.seconds for r in stream)
         best = min(best, 1 - seconds / (time.perf_counter() - begun))
     assert best < 0.3  # tiny model: what is between kernels weighs
     begun = time.perf_counter()
-    result = md.generate(engine, P, max_tokens=600, verify=1)
+    result = md.generate(engine, P, max_tokens=200, verify=1)
     wall = time.perf_counter() - begun
-    assert result.timing.tokens_per_s == pytest.approx(599 / result.timing.decode_s)
+    assert result.timing.tokens_per_s == pytest.approx(199 / result.timing.decode_s)
     assert result.timing.prefill_s + result.timing.decode_s <= wall

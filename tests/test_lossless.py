@@ -69,7 +69,9 @@ def sweep(engine, prompt, count, blocks, widths, known=None):
     """Own and replay drafter over blocks and verify widths. Returns accepted lengths of the replay at the widest block."""
     known = known or plain(engine, prompt, count + max(blocks))
     seen = Counter()
+    whole = count
     for block in blocks:
+        count = whole if block == max(blocks) else min(whole, 48)
         for verify in widths:
             assert_lossless(engine, prompt, known, count, block, verify)
             replay = Replay(prompt + known, len(prompt), block, engine.target.config.vocab, seed=block)
