@@ -13,14 +13,13 @@ import re
 import sys
 import time
 from pathlib import Path
-from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import record
 import torch
 from minidflash.kernels.gpu import fast, split
-from minidflash.kernels.launch import CudaDevice
+from over_torch import Backend, copy_gb_s, timed
 
 SHAPES = [
     (6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (151936, 4096), (4096, 20480),
@@ -30,11 +29,11 @@ ROTATED = 300e6  # bytes of different weights between two uses of the same
 COUNTERS = 4096
 
 
-class Bench:
+class Bench(Backend):
     """A device, random data on it, and the launches of one kernel under different cuts."""
 
     def __init__(self):
-        self.device = CudaDevice()
+        super().__init__()
         self.name = torch.cuda.get_device_name()
         self.pool = torch.randn(640 * 1024 * 1024, device="cuda", dtype=torch.bfloat16) * 0.02
         self.work = torch.zeros(COUNTERS + 64 * 1024 * 1024, device="cuda")
@@ -53,7 +52,7 @@ class Bench:
         function = self.device.function("linear_add_fast.cu", "linear_add_fast", defines)
         return None if function.local_bytes else function
 
-    def launch(self, function, cut, rows, outputs, cols, weight, x, tokens, dependent=False):
+    def product_launch(self, function, cut, rows, outputs, cols, weight, x, tokens, dependent=False):
         tiles, token_tiles = fast.tiles_of(outputs), cut.token_tiles(rows)
         args = [
             weight.data_ptr(), tokens.data_ptr(), None, None, x.data_ptr(), None, self.work.data_ptr(),
@@ -63,26 +62,6 @@ class Bench:
             function, cut.grid(tiles, self.device.sms), cut.threads, cut.shared(cols, token_tiles), args,
             dependent=dependent, stream=torch.cuda.current_stream().cuda_stream,
         )  # fmt: skip
-
-    def timed(self, launches, replays):
-        """Microseconds a launch: median over replays of a graph of all launches."""
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            launches[0]()
-            stream.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream):
-                for launch in launches:
-                    launch()
-            times = []
-            for _ in range(replays + 3):
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                begin.record()
-                graph.replay()
-                end.record()
-                end.synchronize()
-                times.append(1e3 * begin.elapsed_time(end) / len(launches))
-        return median(times[3:])
 
     def product(self, cut, rows, outputs, cols, replays, dependent=False):
         """Microseconds of our product; passes of fewer rows where shared memory asks for them. None: spills."""
@@ -95,11 +74,11 @@ class Bench:
             for function, (here, count) in zip(functions, passes, strict=True):
                 at = self.x[here.start * outputs :], self.tokens[here.start * cols :]
                 launches.append(
-                    lambda f=function, w=weight, at=at, n=count: self.launch(
+                    lambda f=function, w=weight, at=at, n=count: self.product_launch(
                         f, cut, n, outputs, cols, w, *at, dependent
                     )
                 )
-        return self.timed(launches, replays) * len(passes)
+        return timed(launches, replays) * len(passes)
 
     def cublas(self, rows, outputs, cols, replays):
         tokens, out = (
@@ -108,12 +87,7 @@ class Bench:
         )
         weights = [w.view(outputs, cols).T for w in self.weights(outputs, cols)]
         launches = [lambda w=w: torch.matmul(tokens, w, out=out) for w in weights * (-(-16 // len(weights)))]
-        return self.timed(launches, replays)
-
-    def copy(self):
-        """GB/s of a copy of 512 MB, read and written counted."""
-        a, b = self.pool[: 256 * 2**20], self.pool[256 * 2**20 : 512 * 2**20]
-        return 2 * a.nbytes / (1e3 * self.timed([lambda: b.copy_(a)] * 4, 20))
+        return timed(launches, replays)
 
     def error(self, cut, rows, outputs, cols):
         """Worst |error| over sum|terms| against float64, on packed weights, through the whole kernel."""
@@ -131,7 +105,7 @@ class Bench:
         for here, count in cut.passes(cols, rows):
             function = self.function(cut, cut.token_tiles(count))
             at = x[here.start * outputs :], self.tokens[here.start * cols :]
-            self.launch(function, cut, count, outputs, cols, packed, *at)
+            self.product_launch(function, cut, count, outputs, cols, packed, *at)
         torch.cuda.synchronize()
         want = tokens.double() @ plain.double().T
         terms = tokens.double().abs() @ plain.double().abs().T
@@ -176,7 +150,7 @@ def main():
     begin, bench = time.perf_counter(), Bench()
     shapes = [tuple(map(int, re.split("x", shape))) for shape in args.shapes.split(",")]
     rows_list = [int(rows) for rows in args.rows.split(",")]
-    sms, copy = bench.device.sms, bench.copy()
+    sms, copy = bench.device.sms, copy_gb_s(bench.pool[: 512 * 2**20])
     results, table = [], []
     for i, (outputs, cols) in enumerate(shapes):
         nbytes, tried = 2 * outputs * cols, {}
