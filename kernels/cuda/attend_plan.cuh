@@ -32,6 +32,7 @@ struct Plan {
     int leader[MOST_ROWS];                                   // of each row, -1 where it sees nothing
     int start[MOST_ROWS];                                    // units of the leaders before
     int units, level;
+    int half;  // the largest power of two below the number of rows, 0 for one row
     int part[4][3];
 };
 
@@ -65,15 +66,18 @@ __device__ __forceinline__ void make_plan(Plan& plan, const Rows& rows, int G, i
     }
     plan.slot[t] = slot, plan.first[t] = first, plan.last[t] = last;
     __syncthreads();
-    int low = 0, high = 0, shared_low = 0, shared_high = 0, leader = -1;
+    int low = last, high = first, shared_low = first, shared_high = last, leader = -1;
     if (last > first) {
+        leader = t;
         int from = t - t % rows.group, to = min(from + rows.group, rows.count);
+#pragma unroll 4
         for (int u = from; u < to; ++u) {
             int a = plan.first[u], b = plan.last[u];
-            if (b <= a || plan.slot[u] != slot) continue;
-            if (leader < 0) leader = u, low = shared_low = a, high = shared_high = b;
-            low = min(low, a), high = max(high, b);
-            shared_low = max(shared_low, a), shared_high = min(shared_high, b);
+            bool is_same = b > a && plan.slot[u] == slot;
+            leader = is_same ? min(leader, u) : leader;
+            low = is_same ? min(low, a) : low, high = is_same ? max(high, b) : high;
+            shared_low = is_same ? max(shared_low, a) : shared_low;
+            shared_high = is_same ? min(shared_high, b) : shared_high;
         }
     }
     bool leads = leader == t;
@@ -107,15 +111,18 @@ __device__ __forceinline__ void make_plan(Plan& plan, const Rows& rows, int G, i
                 : total[1] * G <= capacity && total[2] * G < 2 * (int)gridDim.x ? 1
                                                                                 : 2;
     plan.start[t] = level == 0 ? before[0] : level == 1 ? before[1] : before[2];
-    if (t == 0) plan.units = level == 0 ? total[0] : level == 1 ? total[1] : total[2], plan.level = level;
+    if (t == 0)
+        plan.units = level == 0   ? total[0]
+                     : level == 1 ? total[1]
+                                  : total[2],
+        plan.level = level, plan.half = rows.count > 1 ? 1 << (31 - __clz(rows.count - 1)) : 0;
     __syncthreads();
 }
 
 /* The leader whose set has unit `unit`: the last row that starts at it or before. */
 __device__ __forceinline__ int find_leader(const Plan& plan, int unit) {
     int at = 0;
-#pragma unroll
-    for (int step = MOST_ROWS / 2; step > 0; step /= 2)
+    for (int step = plan.half; step > 0; step /= 2)
         if (plan.start[at + step] <= unit) at += step;
     return at;
 }
@@ -151,7 +158,7 @@ struct Piece {
 template <int Head>
 __device__ __forceinline__ float merge(const float* slots, size_t stride, int rows, int row, int d, int low,
                                        int high, int level) {
-    constexpr int BATCH = 8;  // slots whose loads are under way together
+    constexpr int BATCH = 16;  // slots whose loads are under way together
     int unit = low / LEAF / unit_leaves(level), end = (high - 1) / LEAF / unit_leaves(level) + 1;
     Piece chain, span, all;
     while (unit < end) {
