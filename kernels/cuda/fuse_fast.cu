@@ -1,6 +1,8 @@
 /* fuse_fast: f = hidden_norm(fc taps). Tiles go to the workspace as f32 when their last slice has come; the
- * block that ends last norms the rows. Grid:   skinny.cuh. Moves:  D*C*2 bytes; bound by HBM, with a tail of
- * rows*D*4 bytes through one block. Truth:  oracle.py fuse. */
+ *         block that ends last norms the rows.
+ * Grid:   skinny.cuh.
+ * Moves:  D*C*2 bytes; bound by HBM, with a tail of rows*D*4 bytes through one block.
+ * Truth:  oracle.py fuse. */
 #include "skinny.cuh"
 
 struct KeepRows {

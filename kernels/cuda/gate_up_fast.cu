@@ -1,7 +1,8 @@
 /* gate_up_fast: h = silu(Wg n(x)) * (Wu n(x)), rounded once. A packed tile holds 8 gate rows and the 8 up
- * rows that go with them, so both numbers of an output are in one thread. Grid:   skinny.cuh; the slice that
- * comes last to a tile finishes it. Moves:  2*F*D*2 bytes; bound by HBM. Truth:  oracle.py gate_up; here x
- * times the norm's scale is rounded to bf16 before the product. */
+ *         rows that go with them, so both numbers of an output are in one thread.
+ * Grid:   skinny.cuh; the slice that comes last to a tile finishes it.
+ * Moves:  2*F*D*2 bytes; bound by HBM.
+ * Truth:  oracle.py gate_up; here x times the norm's scale is rounded to bf16 before the product. */
 #include "skinny.cuh"
 
 struct Swiglu {

@@ -1,8 +1,10 @@
-/* head_fast: ids[pick[r]] = the smallest argmax of (W n(x[pick[r]]))[:limit]; head_logits_fast: W n(x)
- * itself, in f32. One product for both, so that ids are the argmax of logits bit for bit. The head's logits
- * never reach memory: each block keeps the best of its tiles, the last block compares the blocks. Grid:
- * skinny.cuh with one slice. Moves:  V*D*2 bytes; bound by HBM. Truth:  oracle.py head, head_logits; here x
- * times the norm's scale is rounded to bf16 before the product. */
+/* head_fast: ids[pick[r]] = the smallest argmax of (W n(x[pick[r]]))[:limit].
+ * head_logits_fast: W n(x) itself, in f32: the same product, so that ids are its argmax bit for bit.
+ * Grid:   skinny.cuh with one slice. The head's logits never reach memory: each block keeps the best of its
+ *         tiles, the last block compares the blocks.
+ * Moves:  V*D*2 bytes; bound by HBM.
+ * Truth:  oracle.py head, head_logits; here x times the norm's scale is rounded to bf16 before the product.
+ */
 #include "skinny.cuh"
 
 /* A NaN counts as -infinity, so of nothing but NaN the first wins, as in the oracle. */

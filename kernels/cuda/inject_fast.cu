@@ -1,6 +1,8 @@
 /* inject_fast: k and v of every drafter layer from the context features, into the caches at each row's slot
- * and position: one product over the stacked weights [L][k, v][G][K]. Grid:   skinny.cuh; heads are finished
- * as skinny_heads.cuh says. Moves:  L*2*G*K*D*2 bytes; bound by HBM. Truth:  oracle.py inject. */
+ *         and position: one product over the stacked weights [L][k, v][G][K].
+ * Grid:   skinny.cuh; heads are finished as skinny_heads.cuh says.
+ * Moves:  L*2*G*K*D*2 bytes; bound by HBM.
+ * Truth:  oracle.py inject. */
 #include "skinny_heads.cuh"
 
 struct InjectRule {

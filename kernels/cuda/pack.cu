@@ -1,7 +1,8 @@
 /* pack: rows of a plain (N, K) bf16 matrix into the fragment order of skinny.cuh; unpack: back again.
- * A packed tile's rows 0..7 come from `top`, rows 8..15 from `bottom`; the next tile is `stride` rows on. One
- * matrix: bottom = top + 8 rows, stride 16. Gate and up: bottom = the first up row, stride 8, so that a
- * thread holds both. Grid:   a thread for 8 k of one row pair: tiles * ceil(K/32) * 32 threads, 256 a block.
+ *         A tile's rows 0..7 come from `top`, rows 8..15 from `bottom`; the next tile is `stride` rows on.
+ *         One matrix: bottom = top + 8 rows, stride 16. Gate and up: bottom = the first up row, stride 8,
+ *         so that a thread holds both.
+ * Grid:   a thread for 8 k of one row pair: tiles * ceil(K/32) * 32 threads, 256 a block.
  * Moves:  N*K*4 bytes, once at load. */
 #include "common.cuh"
 

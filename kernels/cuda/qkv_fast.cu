@@ -1,7 +1,8 @@
 /* qkv_fast: q = rope(qnorm(Wq n(x))); k and v likewise (v plain) into the caches at each row's slot and
- * position. Grid:   skinny.cuh over the tiles of Wq, then of Wkv; heads are finished as skinny_heads.cuh
- * says. Moves:  (H + 2G)*K*D*2 bytes; bound by HBM. Truth:  oracle.py qkv; here x times the norm's scale is
- * rounded to bf16 before the product. */
+ *         position.
+ * Grid:   skinny.cuh over the tiles of Wq, then of Wkv; heads are finished as skinny_heads.cuh says.
+ * Moves:  (H + 2G)*K*D*2 bytes; bound by HBM.
+ * Truth:  oracle.py qkv; here x times the norm's scale is rounded to bf16 before the product. */
 #include "skinny_heads.cuh"
 
 struct QkvRule {

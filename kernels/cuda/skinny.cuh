@@ -1,13 +1,14 @@
 /* The frame of the *_fast kernels: tokens (rows x K) times packed weights (N x K) transposed, for few rows.
- * Grid:   persistent; block b owns K slice b % slices, and of it the row tiles b / slices, + blocks / slices,
+ * Grid:   persistent; block b owns K slice b % slices, and of it the row tiles b / slices, + blocks / slices
  * ... WARPS warps stream weights through mma; one more adds up their sums and finishes tiles, so that what a
  * tile's end costs does not hold up the stream. Shared: the slice's tokens, two sets of sums. Moves:  the
  * weights once; tokens once a block, from L2. Layout: packed weights [N/16][K/32][2][lane][8] bf16, sizes
  * rounded up with zeros (pack.cu). In each 32 k, lane l owns k 8(l%4)..+7 and gives 4 of them to each of two
- * mma's, so the B operands of both are one plain 16-byte read of a token row. Only the order of the sum
- * changes, the same for all weights. Bits:   a row's sum runs over a warp's chunks, then warps, then slices,
- * each ascending: never a matter of rows. Source: kernel-playbook 2, 2a; warps that add through shared memory
- * as in Marlin (Frantar et al. 2024). */
+ * mma's, so the B operands of both are one 16-byte read. Tokens lie as [K/32][8 rows][32 k], which is the
+ * order in which a warp reads them: no bank conflicts. Only the order of the sum changes, the same for all
+ * weights. Bits:   a row's sum runs over a warp's chunks, then warps, then slices, each ascending: never a
+ * matter of how many rows there are. Source: kernel-playbook 2, 2a; warps that add through shared memory as
+ * in Marlin (Frantar et al. 2024). */
 #pragma once
 #include "sm90.cuh"
 
@@ -31,12 +32,10 @@ constexpr int WARPS = STREAM_WARPS;
 constexpr int THREADS = 32 * (WARPS + 1);
 constexpr int CHUNKS = STEP_CHUNKS;
 constexpr int AHEAD = STEPS_AHEAD;
-constexpr int UNITS =
-    2 * TOKEN_TILES;  // pairs of outputs a lane: rows g and g + 8 of one token, g = lane / 4
+constexpr int UNITS = 2 * TOKEN_TILES;  // pairs of outputs a lane: rows g, g + 8 of a token, g = lane / 4
 constexpr int MOST_ROWS = 8 * TOKEN_TILES;
-constexpr int CHUNK_BYTES = 1024;  // of packed weights: 16 rows x 32 k
-constexpr int TOKEN_CHUNK =
-    512 * TOKEN_TILES;       // bytes of a chunk of the tokens: 8 rows x 32 k, as a warp reads them
+constexpr int CHUNK_BYTES = 1024;               // of packed weights: 16 rows x 32 k
+constexpr int TOKEN_CHUNK = 512 * TOKEN_TILES;  // bytes of a chunk of the tokens
 constexpr int SQUARES = 64;  // floats a slice at the start of the workspace: sums of squares by token row
 
 /* What one block does. */
@@ -57,8 +56,7 @@ __device__ __forceinline__ Task make_task(int rows, int cols, int tiles, int sli
     return task;
 }
 
-/* The same task, made anew after the stream, which then need not keep it in registers; only its step is kept.
- */
+/* The same task, made anew after the stream, which then need not keep it in registers; its step is kept. */
 __device__ __forceinline__ Task again(const Task& before, int rows, int cols, int tiles, int slices) {
     Task task = make_task(rows, cols, tiles, opaque(slices));
     task.step = before.step;
@@ -139,8 +137,7 @@ __device__ __forceinline__ float lay_row(const Task& task, const bf16* row, cons
 
 /* This slice of the token rows into shared memory; with a norm, times its scale, rounded to bf16, and each
  * row's sum of squares to `squares`: the root scales the finished sums (RowScale). One warp a row, so that a
- * row's bits are its own. All blocks of a slice write the same squares. pick: which rows of x, null for all.
- */
+ * row's bits are its own. All blocks of a slice write the same squares. pick: which rows of x, null: all. */
 template <bool IS_NORMED>
 __device__ __forceinline__ void lay_tokens(const Task& task, const bf16* x, const int* pick,
                                            const float* norm, float* squares, unsigned char* tokens) {

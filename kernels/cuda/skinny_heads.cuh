@@ -69,7 +69,7 @@ __device__ __forceinline__ void arrive_heads(const Task& task, const Heads& head
     }
 }
 
-/* One head of one token by one warp. scratch: size floats of this warp. root: null where rows have no norm.
+/* One head of one token by one warp. scratch: size floats of this warp.
  */
 __device__ __forceinline__ void finish_head(const Task& task, const Heads& heads, int head, int token,
                                             float* work, bool is_normed, float eps, const float* cos,
