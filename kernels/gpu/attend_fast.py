@@ -12,7 +12,7 @@ MERGE_ROWS = 8  # up to so many rows times query heads of a kv head, the last bl
 
 
 def work_size(backend):
-    """f32 of partial results, behind the counters: two units a block, so that 32k keys of 8 heads fit an H100."""
+    """f32 of partial results, behind the counters: two units of 64 rows a block, chains of 32k keys on an H100."""
     return RECORDS + 4 * backend.sms * 64 * (128 + 2)
 
 
@@ -23,10 +23,11 @@ def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, 
     rows, heads, size = q.shape
     slots, groups, room, _ = cache_k.shape
     shape = Shape(rows, heads, groups, size, slots, room, **tuning)
-    capacity = (work.size - COUNTERS - RECORDS) // shape.slot
-    count = shape.rows_a_pass(capacity)
-    if not count:
+    if not shape.fits(backend.sms):
         return None
+    if not shape.rows_a_pass(work.size):  # many slots in a group, long caches: a set for each row
+        shape = Shape(rows, heads, groups, size, slots, room, group=1, **tuning)
+    capacity, count = shape.capacity(work.size), shape.rows_a_pass(work.size)
     dependent = getattr(backend, "dependent", False)
     grid = shape.blocks * backend.sms
     for first in range(0, rows, count):
@@ -52,15 +53,14 @@ def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, 
 class Shape:
     """How one call is cut. rows: T. Tuning: ring, terms, blocks, chain, span as the macros; merge_rows; leaf_limit."""
 
-    def __init__(self, rows, heads, groups, size, slots, room, ring=None, terms=TERMS, blocks=2, chain=CHAIN, span=SPAN,
-                 merge_rows=MERGE_ROWS, leaf_limit=0):  # fmt: skip
-        ratio = heads // groups
-        self.fits = size in (64, 128) and ratio <= 64 and groups <= 32
+    def __init__(self, rows, heads, groups, size, slots, room, group=None, ring=None, terms=TERMS, blocks=2,
+                 chain=CHAIN, span=SPAN, merge_rows=MERGE_ROWS, leaf_limit=0):  # fmt: skip
+        self.size, self.ratio, self.groups = size, heads // groups, groups
         # A set ends where its slot does: the rows of a slot are taken in equal parts.
         width = rows // slots if rows % slots == 0 else rows
-        most = max(1, 64 // ratio)
-        self.group = -(-width // -(-width // most))
-        self.tiles = next(t for t in (1, 2, 4, 1 << 30) if self.group * ratio <= 16 * t)
+        most = max(1, 64 // self.ratio)
+        self.group = group or -(-width // -(-width // most))
+        self.tiles = next(t for t in (1, 2, 4, 1 << 30) if self.group * self.ratio <= 16 * t)
         self.slot = 16 * self.tiles * (size + 2)
         ring = ring or (3 if self.tiles * size * terms > 512 else 4)  # what leaves room for two blocks an SM
         self.shared = 128 * size * ring + 32 * self.tiles * size + 4096 * self.tiles * terms
@@ -69,13 +69,20 @@ class Shape:
             "SPAN": span,
         }  # fmt: skip
         self.blocks, self.leaf_limit = blocks, leaf_limit
-        self.merges_here = self.group * ratio <= merge_rows
+        self.merges_here = self.group * self.ratio <= merge_rows
         self.sets_a_group = min(slots, self.group)
-        self.units_a_set = groups * (-(-room // (LEAF * chain * span)) + 1)
+        self.units_a_set = groups * -(-room // (LEAF * chain * span))  # spans: the fewest units there can be
 
-    def rows_a_pass(self, capacity):
+    def fits(self, sms):
+        """Whether the kernel takes these sizes; no matter of rows. The workspace holds the spans of one set at least."""
+        is_size = self.size in (64, 128) and self.ratio <= 64 and self.groups <= 32
+        return is_size and self.units_a_set <= 4 * sms
+
+    def capacity(self, work):
+        """Partial results that a workspace of so many f32 holds."""
+        return (work - COUNTERS - RECORDS) // self.slot
+
+    def rows_a_pass(self, work):
         """Rows of one launch: what a block plans, and what leaves a slot of the workspace for every span. 0: none."""
-        if not self.fits:
-            return 0
-        groups = min(MOST_ROWS // self.group, capacity // (self.sets_a_group * self.units_a_set))
-        return groups * self.group
+        sets = self.capacity(work) // self.units_a_set
+        return min(MOST_ROWS // self.group, sets // self.sets_a_group) * self.group

@@ -180,6 +180,19 @@ def test_a_long_prefill_goes_in_passes(ops, rng):
     assert_same_bits(call(ops, some(case, range(130, 147)))[0], whole[130:147])
 
 
+def test_what_declines_is_no_matter_of_rows(ops, rng, monkeypatch):
+    """A workspace for few pieces: rows of many slots are taken one by one, and no count of rows is refused."""
+    monkeypatch.setattr(ops.backend, "sms", 1)
+    case = make(rng, [40, 130, 260, 390, 5, 77, 78], (4, 2, 64), slots=6)
+    want, _ = call(ops, case)
+    got, _ = call(ops, case, slots_of_work=1)
+    assert_same_bits(got, want)
+    assert_same_bits(call(ops, some(case, [2]), slots_of_work=1)[0][0], want[2])
+    for rows in (1, 5, 16, 64, 256):
+        assert attend_fast.Shape(rows, 32, 8, 128, 1, 400_000).fits(132)
+        assert not attend_fast.Shape(rows, 32, 8, 128, 1, 800_000).fits(132)
+
+
 @lru_cache
 def shuffled(seed, sms):
     return open_or_skip("emulate", "bf16", seed=seed, sms=sms)
