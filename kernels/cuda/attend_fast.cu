@@ -1,11 +1,12 @@
 /* attend for bf16 and heads of 64 or 128: softmax(scale q k^T) v on tensor cores, keys split over the grid.
- * Grid:   persistent, BLOCKS blocks an SM of 4 warps, striding over units (set of rows, kv head, piece of the
- * keys). The rows of the tensor core tiles are the set's rows times the H/G query heads of a kv head. For the
- *         scores each warp takes 16 of 64 keys, for the values a quarter of the components: so one query row
- * keeps four warps busy too, and K and V are read from shared memory once for all rows. attend_merge: a block
- * a row and 128 / HEAD query heads, a thread a component. Moves:  K and V of the keys that a set sees, once
- * (2 * keys * G * HEAD * 2 bytes); partial results through L2. Source: Dao et al. 2022 (FlashAttention),
- * Flash-Decoding 2023; the cut at absolute keys is attend_plan.cuh's. Truth: oracle.py attend. */
+ * Grid:   persistent, BLOCKS blocks an SM of 4 warps, striding over units: a set of rows, a kv head, a piece
+ *         of the keys. Tile rows are the set's rows times the H/G query heads of the kv head. For the scores
+ *         a warp takes 16 of 64 keys, for the values a quarter of the components: one query row keeps four
+ *         warps busy too, and K and V are read from shared memory once for all rows.
+ *         attend_merge: a block a row and 128 / HEAD query heads, a thread a component.
+ * Moves:  K and V of the keys that a set sees, once: keys * G * HEAD * 4 bytes; partial results through L2.
+ * Source: Dao et al. 2022 (FlashAttention), Flash-Decoding 2023; the cut at absolute keys: attend_plan.cuh.
+ * Truth:  oracle.py attend. */
 #include "attend_tiles.cuh"
 
 /* o is A[T,H,HEAD]; rows_a_group * (H/G) <= 16 * TILES. work: COUNTERS, RECORDS, then `capacity` slots. */

@@ -1,5 +1,7 @@
-/* gate_up_prefill: h = silu(Wg n(x)) * (Wu n(x)), rounded once. A packed tile holds 8 gate rows and the 8 up
- * rows that go with them. Grid:   prefill.cuh. Moves:  2*F*D*2 + T*(D + F)*2 bytes; bound by tensor cores.
+/* gate_up_prefill: h = silu(Wg n(x)) * (Wu n(x)), rounded once. A packed tile holds 8 gate rows and the 8
+ *         up rows that go with them.
+ * Grid:   prefill.cuh.
+ * Moves:  2*F*D*2 + T*(D + F)*2 bytes; bound by tensor cores.
  * Truth:  oracle.py gate_up; x comes times the norm's weights, rounded to bf16, its root scales the sums. */
 #include "prefill.cuh"
 

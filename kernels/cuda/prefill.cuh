@@ -1,10 +1,13 @@
-/* The frame of the *_prefill kernels: tokens (rows x K) times packed weights (N x K) transposed, for many
- * rows. Grid:   (tiles of TOKENS tokens, groups of 16 * WEIGHT_TILES outputs): neighbours share weights in
- * L2. Warps of 64 outputs x 64 tokens; weights are the A operand as they lie in memory (skinny.cuh), tokens
- * the B operand. Moves:  each block its weights and tokens once through a ring of cp.async stages of 64 k;
- * bound by tensor cores. Bits:   an output's sum runs over k ascending, in one accumulator: not a matter of
- * rows, tiles or chunks of a prompt. They differ from the skinny family's, which cuts K; all runs of a prompt
- * share what prefill made. Source: kernel-playbook 7. */
+/* The frame of the *_prefill kernels: tokens (rows x K) times packed weights (N x K) transposed, many rows.
+ * Grid:   (tiles of TOKENS tokens, groups of 16 * WEIGHT_TILES outputs): neighbours share weights in L2.
+ *         Warps of 64 outputs x 64 tokens; weights are the A operand as they lie in memory (skinny.cuh),
+ *         tokens the B operand.
+ * Moves:  each block its weights and tokens once, through a ring of cp.async stages of 64 k; bound by
+ *         tensor cores.
+ * Bits:   an output's sum runs over k ascending, in one accumulator: no matter of rows, tiles or chunks of
+ *         a prompt. They differ from the skinny family's, which cuts K; all runs of a prompt share what
+ *         prefill made.
+ * Source: kernel-playbook 7. */
 #pragma once
 #include "sm90.cuh"
 
