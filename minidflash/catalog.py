@@ -15,12 +15,16 @@ def kernels(args, interrupt=None):
     """Run the subcommand. Returns the exit code. Errors: UserError for an unknown kernel."""
     from minidflash.kernels.table import ROWS, TABLE
 
+    if args.name is not None and args.name not in ROWS:
+        raise UserError(f"no kernel {args.name!r} in the table", "there are: " + ", ".join(ROWS))
+    if args.bench:
+        from .kernel_bench import bench_kernels
+
+        return bench_kernels(args)
     if args.name is None:
         width = max(map(len, ROWS))
         write("".join(f"{name:<{width}}  {text}\n" for name, text in TABLE.items()))
         return 0
-    if args.name not in ROWS:
-        raise UserError(f"no kernel {args.name!r} in the table", "there are: " + ", ".join(ROWS))
     write("\n".join(explain(ROWS[args.name])) + "\n")
     return 0
 

@@ -6,7 +6,7 @@ import traceback
 
 from . import __version__
 from .errors import UserError
-from .options import Parser, add_how, add_machine, add_pair, add_sampling, add_talk, whole
+from .options import BACKENDS, Parser, add_how, add_machine, add_pair, add_sampling, add_talk, whole
 from .terminal import Interrupt, say, silence, write
 
 EXAMPLES = """
@@ -99,6 +99,20 @@ def _verify(parser):
 
 def _kernels(parser):
     parser.add_argument("name", metavar="NAME", nargs="?", help="explain this kernel")
+    parser.add_argument("--bench", action="store_true", help="time it (all without NAME) against a copy")
+    parser.add_argument(
+        "--shape", metavar="S", default="smollm2-135m", help="model whose sizes are timed (%(default)s)"
+    )
+    parser.add_argument(
+        "--rows", metavar="T", type=whole(1), default=16, help="token rows (default %(default)s)"
+    )
+    parser.add_argument(
+        "--context", metavar="N", type=whole(1), default=2048, help="cached rows (default %(default)s)"
+    )
+    parser.add_argument(
+        "--backend", choices=BACKENDS, default="auto", help="kernels (default auto: the fastest here)"
+    )
+    parser.add_argument("--activations", choices=("f32", "bf16"), help="type of activations and caches")
     add_talk(parser)
     parser.set_defaults(run=_lazy("catalog", "kernels"))
 

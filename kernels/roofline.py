@@ -1,0 +1,71 @@
+"""What a row of the table must move and compute at least, and what cards could do: the yardstick of `kernels --bench`.
+
+Bytes are counted once each: weights as stored, arrays that are read or written for the rows of the call, of a cache
+only the rows that the call reads or writes. Peaks are the makers' datasheet numbers; what is reported as a fraction is
+always taken of the copy bandwidth measured in the same run.
+"""
+
+from .table import ROWS
+from .weight import Weight
+
+PEAKS = {
+    "H100": (3.35e12, 989e12),
+    "H200": (4.8e12, 989e12),
+    "B200": (8.0e12, 2250e12),
+}  # bytes/s, bf16 FLOP/s dense
+# What a CUDA backend fuses into the row's product, in the order of the data.
+FUSED = {
+    "embed": "gather, scale",
+    "qkv": "norm -> Q, K, V -> bias, q/k norm, rotation -> append to the caches",
+    "attend": "q k^T -> softmax -> p v, keys split at absolute multiples of 128, merged in order",
+    "linear_add": "product -> bias, residual -> tap",
+    "gate_up": "norm -> gate, up -> SwiGLU",
+    "head": "final norm -> head -> argmax, logits never stored",
+    "head_logits": "final norm -> head",
+    "fuse": "fc -> hidden norm",
+    "inject": "K, V of all drafter layers -> k norm, rotation -> append to the caches",
+    "stage": "ids and addresses of a pass's rows",
+    "stage_context": "addresses of the context features that wait",
+    "accept": "longest prefix -> budget, stop ids -> next anchor, lengths, record",
+}
+CACHES = ("cache_k", "cache_v")
+
+
+def traffic(name, args, context=0):
+    """(bytes, flops) of a call at least. args: in table order. context: keys that a row of attend sees."""
+    row, given = ROWS[name], dict(zip((a.name for a in ROWS[name].args), args, strict=True))
+    moved = flops = 0
+    for arg in row.args:
+        value = given[arg.name]
+        if isinstance(value, Weight):
+            rows = len(given["pick"]) if "pick" in given else _rows(given)
+            is_gather = name == "embed"
+            moved += rows * value.nbytes // value.rows if is_gather else value.nbytes
+            flops += 0 if is_gather else 2 * rows * value.rows * value.cols
+        elif hasattr(value, "nbytes") and arg.name not in (*CACHES, "work", "cos", "sin", "taps"):
+            moved += value.nbytes * (2 if arg.inplace else 1)
+    if name == "attend":
+        q, cache = given["q"], given["cache_k"]
+        moved += 2 * context * cache.shape[1] * cache.shape[3] * cache.itemsize
+        flops += 4 * q.shape[0] * q.shape[1] * q.shape[2] * context
+    elif name in ("qkv", "inject"):
+        cache = given["cache_k"]
+        layers = cache.shape[0] if name == "inject" else 1
+        moved += 2 * _rows(given) * layers * cache.shape[-3] * cache.shape[-1] * cache.itemsize
+    elif name == "fuse":
+        moved += given["taps"].nbytes
+    return moved, flops
+
+
+def _rows(given):
+    first = next(v for v in given.values() if hasattr(v, "shape") and not isinstance(v, Weight))
+    return first.shape[0]
+
+
+def bound(name, args, card, context=0):
+    """(seconds, what bounds it) of a call on a card of PEAKS at least: "memory" or "arithmetic"."""
+    bytes_per_s, flops_per_s = PEAKS[card]
+    moved, flops = traffic(name, args, context)
+    times = {"memory": moved / bytes_per_s, "arithmetic": flops / flops_per_s}
+    what = max(times, key=times.get)
+    return times[what], what

@@ -1,0 +1,136 @@
+"""`minidflash kernels --bench`: time, bytes and share of the copy bandwidth of one row or all, at a model's shapes."""
+
+import time
+from statistics import median
+from types import SimpleNamespace
+
+import numpy as np
+
+from .errors import UserError
+from .terminal import write
+
+# Dims of the table for the shapes that can be asked for (models.md 9). S and Z follow from the rows and the context.
+SHAPES = {
+    "smollm2-135m": {"D": 576, "H": 9, "G": 3, "K": 64, "F": 1536, "V": 49152, "L": 5, "taps": 5},
+    "qwen3-4b": {"D": 2560, "H": 32, "G": 8, "K": 128, "F": 9728, "V": 151936, "L": 5, "taps": 5},
+    "qwen3-8b": {"D": 4096, "H": 32, "G": 8, "K": 128, "F": 12288, "V": 151936, "L": 5, "taps": 5},
+    "llama-3.1-8b": {"D": 4096, "H": 32, "G": 8, "K": 128, "F": 14336, "V": 128256, "L": 5, "taps": 5},
+}  # fmt: skip
+ROLES = {("qkv", "wq"): "q", ("linear_add", "w"): "down", ("gate_up", "w"): "gate_up", ("fuse", "w"): "fc"}
+ROTATED = 128 << 20  # bytes of different weights between two uses of the same: more than any cache holds
+BLOCK = 16
+
+
+def bench_kernels(args):
+    """Run the benchmark. Returns the exit code. Errors: UserError as open_ops, and for an unknown shape."""
+    from minidflash.kernels import open_ops
+    from minidflash.kernels.table import ROWS
+
+    if args.shape not in SHAPES:
+        raise UserError(f"no shape {args.shape!r}", "there are: " + ", ".join(SHAPES))
+    ops = open_ops(args.backend, args.activations)
+    copy = copy_bandwidth(ops)
+    write(f"{ops.name}, {ops.activations}, shape {args.shape}, {args.rows} rows, context {args.context}; copy "
+          f"{copy / 1e9:.1f} GB/s\n\n| row | fused | MB | us | GB/s | of copy |\n|---|---|---|---|---|---|\n")  # fmt: skip
+    for name in [args.name] if args.name else ROWS:
+        moved, seconds, fused = measure(ops, name, SHAPES[args.shape], args.rows, args.context)
+        rate = moved / seconds
+        write(
+            f"| {name} | {fused} | {moved / 1e6:.2f} | {1e6 * seconds:.1f} | {rate / 1e9:.1f} | {rate / copy:.2f} |\n"
+        )
+    return 0
+
+
+def copy_bandwidth(ops):
+    """Bytes a second of a big copy on the backend's memory, read plus written; the median of some."""
+    size = 2**28 if ops.name == "cuda" else 2**25
+    a, b = ops.array((size,), "f32"), ops.array((size,), "f32")
+    a[...] = 1.0
+    b[...] = a
+    times, probe = [], ops.array((1,), "i32")
+    for _ in range(7):
+        ops.download(probe)
+        since = time.perf_counter()
+        b[...] = a
+        if ops.name == "cuda":
+            ops.backend.device.synchronize()
+            import cupy
+
+            cupy.cuda.get_current_stream().synchronize()
+        times.append(time.perf_counter() - since)
+    return 2 * a.nbytes / median(times)
+
+
+def measure(ops, name, shape, rows, context, repeat=20):
+    """(bytes, seconds a call, what is fused) of one row."""
+    from minidflash.kernels.roofline import FUSED, traffic
+    from minidflash.kernels.table import ROWS
+
+    sets = [arguments(ops, ROWS[name], shape, rows, context)]
+    heavy = sum(v.nbytes for v in sets[0] if hasattr(v, "layout"))
+    while heavy and len(sets) * heavy < ROTATED and len(sets) < 64:
+        sets.append(arguments(ops, ROWS[name], shape, rows, context, sets[0]))
+
+    def calls():
+        for given in sets:
+            getattr(ops, name)(*given)
+
+    program, times, probe = ops.program(calls), [], ops.array((1,), "i32")
+    for i in range(repeat + 3):
+        ops.download(probe)
+        since = time.perf_counter()
+        program.launch()
+        ops.download(probe)
+        if i >= 3:
+            times.append((time.perf_counter() - since) / len(sets))
+    return traffic(name, sets[0], context)[0], median(times), FUSED[name]
+
+
+def arguments(ops, row, shape, rows, context, like=None):
+    """Arguments of a row at true shape, random, in table order. like: reuse these but for the weights."""
+    from minidflash.kernels.ops import expected
+
+    rng = np.random.default_rng(1)
+    sizes = shape | {"T": rows, "N": 1, "M": rows, "C": shape["taps"] * shape["D"], "S": context + BLOCK, "R": BLOCK,
+                     "P": context + BLOCK, "J": shape["K"] // 2, "B": BLOCK, "X": 1}  # fmt: skip
+    widest = max(sizes["C"], sizes["F"])
+    most = max(sizes["V"], 2 * sizes["F"], 2 * sizes["L"] * sizes["G"] * sizes["K"])
+    sizes["Z"] = ops.backend.work_size(max(rows, BLOCK), widest, most)
+    if row.name in ("stage", "stage_context"):
+        sizes["T"] = BLOCK
+    where = np.arange(sizes["T"]) + context
+    values = {
+        "eps": 1e-6, "scale": shape["K"] ** -0.5, "window": 0, "causal": 1, "limit": sizes["V"], "tap_at": 0,
+        "ids": where % sizes["V"], "pos": where, "begin": where, "end": where + 1, "tap_row": np.arange(rows) % BLOCK,
+        "pick": np.arange(rows), "left": 1000, "start": context, "stop": -1,
+    }  # fmt: skip
+    if row.name == "embed":
+        values["scale"] = 1.0
+    found = []
+    for i, arg in enumerate(row.args):
+        if arg.type == "W":
+            dims = tuple(expected(dim, sizes) for dim in arg.dims)
+            bits = (rng.integers(0, 2**16, dims, np.uint16) & 0x80FF) | 0x3C00
+            part = SimpleNamespace(array=bits, dtype="BF16", shape=dims, drop=lambda: None)
+            role = ROLES.get((row.name, arg.name)) or {"wkv": "kv", "table": "embed"}.get(arg.name, "head")
+            found.append(ops.weight([part], role))
+        elif like is not None:
+            found.append(like[i])
+        elif arg.dims is None:
+            found.append(values[arg.name])
+        elif arg.optional and arg.name.endswith("bias"):
+            found.append(None)
+        else:
+            found.append(_buffer(ops, arg, tuple(expected(dim, sizes) for dim in arg.dims), values, rng))
+    return found
+
+
+def _buffer(ops, arg, dims, values, rng):
+    buffer = ops.array(dims, arg.type)
+    if arg.type == "i32":
+        ops.upload(buffer, np.resize(np.asarray(values.get(arg.name, 0), np.int32), dims))
+    elif arg.name != "work":  # the workspace's counters stay zero
+        numbers = rng.standard_normal(dims, np.float32)
+        is_half = arg.type == "A" and ops.activations == "bf16"
+        ops.upload(buffer, (numbers.view(np.uint32) >> 16).astype(np.uint16) if is_half else numbers)
+    return buffer
