@@ -36,20 +36,22 @@ def main():
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--backend", default="numba")
     parser.add_argument("--activations", default="f32")
+    parser.add_argument("--verify", nargs="+", choices=list(map(str, VERIFY)), default=list(map(str, VERIFY)))
+    parser.add_argument("--chunks", nargs="+", type=int, default=list(CHUNKS), help="prefill chunks")
     parser.add_argument("--name", default="lossless-cpu")
     args = parser.parse_args()
-    settings = {**vars(args), "blocks": BLOCKS, "verify": VERIFY, "chunks": CHUNKS}
+    settings = {**vars(args), "blocks": BLOCKS}
     done = earlier(args.name, settings)
     engines = {
         chunk: md.load(backend=args.backend, activations=args.activations, prefill_chunk=chunk, ctx=1024)
-        for chunk in CHUNKS
+        for chunk in args.chunks
     }
     for number, prompt in enumerate(read_prompts()[: args.prompts]):
         name = prompt.get("id", str(number))
         if name in done:
             continue
         begun = time.perf_counter()
-        done[name] = one_prompt(engines, prompt.get("tokens") or prompt["prompt"], args.tokens, number)
+        done[name] = one_prompt(engines, prompt.get("tokens") or prompt["prompt"], args, number)
         done[name]["seconds"] = round(time.perf_counter() - begun, 1)
         path = write(args.name, settings, done)
         print(name, {key: done[name][key] for key in ("runs", "tokens", "differing", "seconds")}, flush=True)
@@ -60,9 +62,9 @@ def main():
     return 0 if not found["differing"] and (is_short or found["is_every_length_seen"]) else 1
 
 
-def one_prompt(engines, prompt, tokens, seed):
+def one_prompt(engines, prompt, args, seed):
     """All runs of one prompt. Returns counts, the plain ids' number, and the first difference of each differing run."""
-    runs, compared, differing, tau = 0, 0, [], {}
+    runs, compared, differing, tau, tokens = 0, 0, [], {}, args.tokens
     seen = {"own": Counter(), "replay": Counter()}
     known = None
     for chunk, engine in engines.items():
@@ -74,10 +76,10 @@ def one_prompt(engines, prompt, tokens, seed):
         known = known or plain
         if plain != known:
             differing.append({"chunk": chunk, "drafter": None, "at": first_difference(plain, known)})
-        for block, verify, drafter in itertools.product(BLOCKS, VERIFY, ("own", "replay")):
+        for block, verify, drafter in itertools.product(BLOCKS, args.verify, ("own", "replay")):
             replay = Replay(ids + known, len(ids), block, vocab, seed)
             with proposing(engine, replay if drafter == "replay" else engine.propose):
-                width = {"all": block}.get(verify, verify)
+                width = {"all": block, "auto": "auto"}.get(verify) or int(verify)
                 options = {"max_tokens": tokens, "block": block, "verify": width, "ignore_eos": True}
                 rounds = list(md.stream(engine, ids, **options))
             found = [token for r in rounds for token in r.tokens]
