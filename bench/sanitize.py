@@ -68,7 +68,7 @@ def main():
             "--inside",
         ]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=args.seconds)
+            done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=args.seconds)
         except subprocess.TimeoutExpired as error:
             found[tool] = {"is_clean": False, "summary": f"not ended after {args.seconds} s"}
             print(tool, found[tool], (error.stdout or b"")[-300:])
