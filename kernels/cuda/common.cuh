@@ -55,6 +55,13 @@ __device__ __forceinline__ int opaque(int x) {
     return x;
 }
 
+/* threadIdx.x, asked for where it is used: no register keeps it meanwhile. */
+__device__ __forceinline__ int thread_again() {
+    int x;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+    return x;
+}
+
 /* The loads to spin on: under the emulator each gives the other threads a turn. */
 __device__ __forceinline__ u32 load_acquire(const u32* counter) {
     u32 value;

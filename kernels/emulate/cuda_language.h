@@ -143,6 +143,16 @@ inline int __all_sync(unsigned mask, int claim, EMULATE_SITE) {
     emulate::Vote result = emulate::vote(mask, claim != 0, site);
     return result.ballot == result.lanes;
 }
+inline int __reduce_min_sync(unsigned mask, int value, EMULATE_SITE) {
+    for (int step = 16; step > 0; step /= 2) {
+        int other = emulate::shuffle(mask, value, emulate_self->lane ^ step, site);
+        value = other < value ? other : value;
+    }
+    return value;
+}
+inline int __reduce_max_sync(unsigned mask, int value, EMULATE_SITE) {
+    return ~__reduce_min_sync(mask, ~value, site);
+}
 inline unsigned __activemask() { return 1u << emulate_self->lane; }
 
 // ---- integer atomics ----

@@ -16,6 +16,7 @@ inline float exp2_fast(float x) {
 }
 
 inline int opaque(int x) { return x; }
+inline int thread_again() { return threadIdx.x; }
 
 inline u32 atomic_add_acq_rel(u32* counter, u32 amount) { return atomicAdd(counter, amount); }
 inline void red_add_release(u32* counter, u32 amount) { atomicAdd(counter, amount); }

@@ -4,10 +4,13 @@ Nothing chosen here changes a bit of any row: how rows are grouped, how keys are
 launch merges only decide the time (kernels/cuda/attend_plan.cuh).
 """
 
+from . import attend_cluster
+
 COUNTERS, RECORDS = 4096, 512  # as in attend_plan.cuh
 MOST_ROWS, LEAF, CHAIN, SPAN = 128, 128, 4, 16
 LEVEL_AT = 3 * MOST_ROWS  # i32 of the records that says what a unit was
 TERMS = 2  # bf16 numbers a probability: one keeps 8 bits of it, two 16
+ONE_LAUNCH = False  # whether attend_cluster.py takes the row; its bits differ
 MERGE_ROWS = 8  # up to so many rows times query heads of a kv head, the last block of a set merges its pieces
 
 
@@ -16,8 +19,12 @@ def work_size(backend):
     return RECORDS + 4 * backend.sms * 64 * (128 + 2)
 
 
-def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, work, o, **tuning):
-    """Row `attend` of the table; None declines. tuning: of `Shape`, for benchmarks."""
+def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, work, o, one_launch=None,
+           **tuning):  # fmt: skip
+    """Row `attend` of the table; None declines. one_launch: default ONE_LAUNCH. tuning: of `Shape`, for benchmarks."""
+    if ONE_LAUNCH if one_launch is None else one_launch:
+        args = q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, work, o
+        return attend_cluster.attend(backend, *args, **tuning)
     if backend.activations != "bf16":
         return None
     rows, heads, size = q.shape

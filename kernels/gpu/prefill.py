@@ -11,6 +11,7 @@ from functools import partial
 
 from ..table import ROWS
 from ..weight import TILE
+from .attend_cluster import attend_prompt
 
 COUNTERS = 4096  # as in kernels/gpu/__init__.py
 STAGE_K = 64
@@ -151,3 +152,4 @@ def finish(backend, name, warps, args):
 
 # row of the table -> function(backend, *args) -> True, or None to decline
 PREFILL = {function.__name__: function for function in (qkv, linear_add, gate_up, fuse, inject)}
+PREFILL["attend"] = attend_prompt

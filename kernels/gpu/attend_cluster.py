@@ -1,0 +1,82 @@
+"""attend on tensor cores in one launch, blocks of a cluster meeting in shared memory (kernels/cuda/attend_cluster.cu).
+
+How rows are grouped and how many share a launch change no bit of any row. What does: the cluster's size, the units that
+a row's keys are cut into at most (a matter of the card and of G alone), the terms of a probability, the keys of a step.
+"""
+
+COUNTERS = 4096  # as in attend_pieces.cuh
+LEAF, THREADS = 128, 256
+CLUSTER = 8
+TERMS = 2  # bf16 numbers a probability: one keeps 8 bits of it, two 16
+
+
+class Shape:
+    """How one call is cut. rows: T. Tuning: cluster, terms, early as the macros; splits: units a row at most."""
+
+    def __init__(self, rows, heads, groups, size, slots, sms, is_windowed=False, group=None, cluster=CLUSTER, terms=TERMS,
+                 early=0, steps=4, splits=None):  # fmt: skip
+        self.size, self.ratio, self.groups, self.cluster = size, heads // groups, groups, cluster
+        # A set ends where its slot does: the rows of a slot are taken in equal parts.
+        width = rows // slots if rows % slots == 0 else rows
+        self.most = (
+            16 if size == 128 else 32
+        )  # rows of a group: what leaves room for two blocks a multiprocessor
+        most = min(self.most, max(1, 64 // self.ratio))
+        self.group = group or -(-width // -(-width // most))
+        self.tiles = next(t for t in (1, 2, 4, 1 << 30) if self.group * self.ratio <= 16 * t)
+        self.shared = (
+            32 * self.tiles * size
+            + 4 * LEAF * size
+            + 64 * self.tiles * size
+            + 128 * self.tiles
+            + 24 * self.most
+            + 96
+        )
+        if (
+            splits is None
+        ):  # so many clusters as two blocks a multiprocessor hold, in its groups of 16 at least
+            splits = max(1, max(1, 2 * (sms // 16) * 16 // cluster) // groups) * cluster
+        self.splits = splits
+        self.clusters = max(1, splits // cluster) + (is_windowed and splits > 0)  # a window begins anywhere
+        self.defines = {"HEAD": size, "TILES": self.tiles, "GROUP": self.most, "CLUSTER": cluster, "TERMS": terms, "EARLY": early,
+                        "COLUMN_TILES": steps}  # fmt: skip
+
+    def rows_a_pass(self, work):
+        """Rows of one launch: what counters and a workspace of so many f32 hold. 0: none."""
+        slot = 16 * self.tiles * (self.size + 2)
+        pieces = (work - COUNTERS) // (self.groups * self.clusters * slot)
+        return min(pieces, COUNTERS // (self.groups * self.cluster)) * self.group
+
+
+def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, work, o, **tuning):
+    """Row `attend` of the table; None declines. tuning: of `Shape`."""
+    rows, heads, size = q.shape
+    slots, groups, room, _ = cache_k.shape
+    if backend.activations != "bf16" or size not in (64, 128) or heads // groups > 64:
+        return None
+    shape = Shape(rows, heads, groups, size, slots, backend.sms, bool(window), **tuning)
+    count = (
+        shape.rows_a_pass(work.size) if shape.splits else rows
+    )  # uncut, nothing goes through the workspace
+    if not count:
+        return None
+    dependent = getattr(backend, "dependent", False)
+    for first in range(0, rows, count):
+        here = slice(first, min(first + count, rows))
+        part = [a[here] for a in (q, slot, pos, begin, end)]
+        total = len(part[0])
+        args = [
+            part[0], cache_k, cache_v, *part[1:], window, causal, scale, work, o[here], total, heads, groups, room,
+            shape.group, shape.splits, shape.clusters,
+        ]  # fmt: skip
+        grid = -(-total // shape.group) * groups * shape.clusters * shape.cluster
+        backend.launch(
+            "attend_cluster.cu", "attend_cluster", grid, THREADS, shape.shared, args, shape.defines,
+            cluster=shape.cluster, dependent=dependent,
+        )  # fmt: skip
+    return True
+
+
+def attend_prompt(backend, *args):
+    """The same for the many rows of a prompt: they fill the card, so their keys stay uncut and nothing is merged."""
+    return attend(backend, *args, cluster=1, splits=0)

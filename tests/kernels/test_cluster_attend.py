@@ -1,0 +1,180 @@
+"""attend in one launch, its blocks meeting in shared memory: that no neighbour, order or place shows in a row's bits.
+
+What a row sees is asked in test_attend.py and test_fast_attend.py, whose cases these are.
+"""
+
+import numpy as np
+import pytest
+from minidflash.kernels import launch, source
+from minidflash.kernels.gpu import attend_cluster
+
+from tests.cases import GUARD, stored
+from tests.compare import assert_close, assert_same_bits, real
+from tests.conftest import open_or_skip
+from tests.kernels.test_attend import C, weigh
+from tests.kernels.test_compile import assert_instructions, disassemble, needs_nvrtc
+from tests.kernels.test_fast_attend import FAST, make, put, some
+
+pytestmark = pytest.mark.parametrize("ops", FAST, indirect=True)
+
+
+def call(ops, case, **tuning):
+    """o of one call. Counters end at zero, nothing behind the workspace is touched."""
+    backend, (T, H, K) = ops.backend, case["q"].shape
+    count = backend.work_size(T, H * K, 0)
+    work = np.full(count + GUARD, np.nan, np.float32)
+    work[: attend_cluster.COUNTERS] = 0
+    device_work, o = ops.array(work.shape, "f32"), ops.array((T, H, K), "A")
+    ops.upload(device_work, work)
+    ops.upload(o, np.full((T, H, K), 0x7FC0, np.uint16))
+    assert attend_cluster.attend(backend, *put(ops, case), device_work[:count], o, **tuning)
+    after = ops.download(device_work)
+    assert not after[: attend_cluster.COUNTERS].view(np.uint32).any(), "a counter is not zero"
+    assert np.isnan(after[count:]).all(), "written behind the workspace"
+    return ops.download(o)
+
+
+def check(case, o):
+    want, terms = weigh(case)
+    assert_close(o, want, terms, C, "attend")
+
+
+@pytest.mark.parametrize("heads", [(9, 3, 64), (8, 2, 128), (3, 3, 64), (16, 1, 128), (2, 1, 128)], ids=str)
+@pytest.mark.parametrize("rows", [1, 4, 16, 40])
+def test_close_to_float64(ops, rng, heads, rows):
+    case = make(rng, range(200, 200 + rows), heads)
+    check(case, call(ops, case))
+
+
+VARIANTS = {
+    "the default": {}, "uncut": {"cluster": 1, "splits": 0}, "clusters of 4": {"cluster": 4}, "early": {"early": 1},
+    "64 keys a step": {"steps": 8}, "units of several leaves": {"cluster": 2, "splits": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("window", [0, 130])
+def test_one_row_has_the_bits_of_many(ops, rng, variant, window):
+    """Playbook 11, across edges of leaves, units and clusters: at some a block's rows are cut in different ways."""
+    for context in (1, 120, 250, 500, 1020):
+        case = make(rng, range(context, context + 16), (4, 1, 64), window=window)
+        many = call(ops, case, **VARIANTS[variant])
+        check(case, many)
+        for row in (0, 7, 15):
+            alone = call(ops, some(case, [row]), **VARIANTS[variant])
+            assert_same_bits(alone[0], many[row], f"row {row} at {context}")
+
+
+def test_many_clusters_merge(ops, rng):
+    """A context of three clusters, and one whose units are two leaves."""
+    for context, splits in ((2100, 24), (2040, 8)):
+        case = make(rng, range(context, context + 16), (4, 1, 64))
+        many = call(ops, case, splits=splits)
+        check(case, many)
+        for row in (0, 9, 15):
+            assert_same_bits(call(ops, some(case, [row]), splits=splits)[0], many[row])
+
+
+def test_one_term_of_the_probabilities(ops, rng):
+    case = make(rng, range(300, 304), (4, 1, 128))
+    want, terms = weigh(case)
+    assert_close(call(ops, case, terms=1), want, terms, C * 2**9)
+
+
+def test_slots_in_one_pass(ops, rng):
+    """Three slots of five rows each, one of them inactive, at different places; then rows of slots in any order."""
+    pos = [*range(100, 105), *[-1] * 5, *range(1380, 1385)]
+    case = make(rng, pos, (4, 2, 64), slots=3)
+    whole = call(ops, case)
+    check(case, whole)
+    assert (whole[5:10] == 0).all()
+    order = rng.permutation(15)
+    assert_same_bits(call(ops, some(case, order)), whole[order])
+
+
+def test_a_drafters_block(ops, rng):
+    """Rows that see the whole block, and a window that bounds the context only."""
+    case = make(rng, range(250, 266), (4, 1, 64), causal=0, block=(250, 266))
+    check(case, call(ops, case))
+    case = make(rng, range(250, 266), (4, 1, 64), window=40, block=(250, 266))
+    check(case, call(ops, case))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("other", [np.nan, np.inf])
+def test_what_a_later_row_of_the_block_holds_cannot_matter(ops, rng, other):
+    """V of row 9 is no number: rows 0 to 8 do not see it, though it lies among the keys of their tile."""
+    case = make(rng, range(120, 136), (4, 1, 64))
+    clean = call(ops, case)
+    for name in ("cache_k", "cache_v"):
+        bad = case | {name: case[name].copy()}
+        bad[name][0, :, 129] = stored(other, "bf16")
+        got = call(ops, bad)
+        assert_same_bits(got[:9], clean[:9], name)
+        alone = call(ops, some(bad, [15]))
+        assert (np.isnan(real(got[15])) == np.isnan(real(alone[0]))).all()
+        assert not np.isfinite(real(got[9:])).all()
+
+
+def test_a_long_prompt_goes_in_one_launch(ops, rng):
+    case = make(rng, range(200), (4, 1, 64))
+    whole = call(ops, case, cluster=1, splits=0)
+    check(case, whole)
+    assert_same_bits(call(ops, some(case, range(130, 147)), cluster=1, splits=0), whole[130:147])
+    check(case, call(ops, case))
+
+
+def test_any_order_has_the_same_bits(ops, rng):
+    """The number of units is a matter of the card, so that stays."""
+    if ops.name != "emulate":
+        pytest.skip("orders are shuffled by the emulator")
+    case = make(rng, range(1100, 1116), (4, 2, 128))
+    want = call(ops, case, splits=16)
+    for seed in (1, 2):
+        other = open_or_skip("emulate", "bf16", seed=seed, sms=4)
+        assert_same_bits(call(other, case, splits=16), want, f"seed {seed}")
+
+
+@pytest.mark.parametrize("early", [0, 1])
+def test_dependent_launch_reads_nothing_early(ops, rng, monkeypatch, early):
+    """Two calls in a row, the second on the first one's output: before its wait the emulator hides that."""
+    case = make(rng, range(140, 144), (4, 1, 64))
+    first = call(ops, case, early=early)
+    second = call(ops, case | {"q": first}, early=early)
+    monkeypatch.setattr(ops.backend, "dependent", True, raising=False)
+    q, o, again = (ops.array(first.shape, "A") for _ in range(3))
+    ops.upload(q, case["q"])
+    work, rest = ops.array((ops.backend.work_size(4, 4 * 64, 0),), "f32"), put(ops, case)[1:]
+    for source_q, target in ((q, o), (o, again)):
+        attend_cluster.attend(ops.backend, source_q, *rest, work, target, early=early)
+    assert_same_bits(ops.download(o), first)
+    assert_same_bits(ops.download(again), second)
+
+
+def shapes():
+    return [
+        attend_cluster.Shape(rows, 8 * ratio, 8, size, 1, 132)
+        for ratio in (1, 2, 4, 8) for size in (64, 128) for rows in (1, 4, 16, 64)
+    ]  # fmt: skip
+
+
+def test_two_blocks_fit_an_sm(ops):
+    if ops.name != "emulate":
+        pytest.skip("static shared memory is read from the emulator")
+    for shape in shapes():
+        own = ops.backend.device.function("attend_cluster.cu", "attend_cluster", shape.defines).shared
+        assert 2 * (own + shape.shared + 1024) <= 233472, shape.defines
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", launch.ARCHES.values())
+def test_compiles_without_spills(ops, arch, tmp_path):
+    prompt = attend_cluster.Shape(64, 32, 8, 128, 1, 132, cluster=1, splits=0)
+    for defines in {str(s.defines): s.defines for s in [*shapes(), prompt]}.values():
+        cubin, log = launch.compile_cubin(source.find("attend_cluster.cu"), arch, defines)
+        used = launch.resources(log)["attend_cluster"]
+        assert (used.stack, used.spill_stores, used.spill_loads) == (0, 0, 0), f"{defines}: {used}"
+    found = disassemble(cubin, tmp_path)["attend_cluster"]
+    assert_instructions(
+        found, ["HMMA.16816.F32.BF16", "LDGSTS", "LDSM 4", "LDSM MT88 4", "MUFU.EX2", "ACQBULK", "PREEXIT"]
+    )
