@@ -1,56 +1,69 @@
-"""Attention on a GPU: variants of attend_fast side by side at each context; torch's attention and a plain copy as peers.
+"""Attention on a GPU, as a layer calls it: variants of both kernels side by side at each context, and a prompt's rows.
 
-    python bench/attend.py [--heads 32/8/128,9/3/64] [--rows 1,4,16] [--contexts 128,2048,8192,32768] [--seconds 420]
+    python bench/attend.py [--heads 32/8/128,9/3/64] [--rows 1,4,16] [--contexts 128,512,2048,8192,32768] [--peers]
 
-A time is per call (both launches where a second one merges): the median over replays of one graph of many calls, each
-on another cache of those that together fill 150 MB. Rows see `context` keys and those of their block before them.
-Errors are against float64 on the same bits. Peers: scaled_dot_product_attention without a mask, as it is called
-(enable_gqa) and with the query heads of a kv head folded into its rows. Writes bench/results/attend-CARD.json (into
-$OUT where that is set); the table comes last. Needs torch.
+A time is what a call adds to a graph in which calls and a small kernel that reads their output take turns, all with
+dependent launch, each call on another cache of those that together fill 150 MB: the median over replays, less that of
+the small kernels alone. Rows see `context` keys and those of their block before them. A prompt's rows are timed at the
+end of 2,048 positions. Errors are against float64 on the same bits. --peers: scaled_dot_product_attention without a
+mask, query heads of a kv head folded into its rows or not (enable_gqa). Writes bench/results/attend-CARD.json (into
+$OUT where that is set); tables come last. Needs torch.
 """
 
 import argparse
 import re
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import record
-import torch
-from minidflash.kernels.gpu import attend_fast
-from over_torch import Backend, Buffer, copy_gb_s, timed
+from minidflash.kernels import launch, source
+from minidflash.kernels.gpu import attend_cluster, attend_fast
 
 from minidflash.errors import UserError
 
 ROTATED = 150e6  # bytes of different caches between two uses of the same
-VARIANTS = {  # name: tuning of attend_fast.Shape; the first is the default
-    "default": {},
-    "1 term": {"terms": 1},
-    "1 term, ring 5, 1 block": {"terms": 1, "ring": 5, "blocks": 1},
-    "ring 6, 1 block": {"ring": 6, "blocks": 1},
-    "3 blocks": {"blocks": 3},
-    "leaves up to 2 a block": {"leaf_limit": 2},
-    "leaves up to 4 a block": {"leaf_limit": 4},
-    "chains only": {"leaf_limit": -1},
-    "last block merges": {"merge_rows": 64},
-    "a launch merges": {"merge_rows": 0},
-    "chains of 8": {"chain": 8, "span": 8},
-    "chains of 2": {"chain": 2, "span": 32},
+ONE = {"one_launch": True}
+VARIANTS = {  # name: tuning; "one launch" is what attend_cluster.py does
+    "two launches": {"one_launch": False},
+    "one launch": ONE,
+    "early": ONE | {"early": 1},
+    "clusters of 4": ONE | {"cluster": 4},
+    "early, clusters of 4": ONE | {"cluster": 4, "early": 1},
+    "64 keys a step": ONE | {"steps": 8},
+    "half the units": ONE | {"splits": 0.5},
+    "twice the units": ONE | {"splits": 2},
+    "1 term": ONE | {"terms": 1},
 }
+PROMPT = {"two launches": {"one_launch": False}, "uncut": ONE | {"cluster": 1, "splits": 0},
+          "uncut, 1 term": ONE | {"cluster": 1, "splits": 0, "terms": 1}}  # fmt: skip
+
+
+def tuned(heads, rows, tuning, sms):
+    """The tuning with splits, a factor here, as the number of units that `Shape` takes."""
+    if not tuning.get("splits"):
+        return tuning
+    cluster = tuning.get("cluster", attend_cluster.CLUSTER)
+    usual = attend_cluster.Shape(rows, *heads, 1, sms, cluster=cluster).splits
+    return tuning | {"splits": max(cluster, int(usual * tuning["splits"]) // cluster * cluster)}
 
 
 class Case:
     """Rows at one context of one head layout, with caches that rotate."""
 
     def __init__(self, backend, pool, heads, rows, context):
+        import torch
+
         self.backend, self.heads, self.rows = backend, heads, rows
         H, G, K = heads
         self.room = context + rows
         size = G * self.room * K
         self.bytes = 2 * 2 * size
-        count = min(-(-int(ROTATED) // self.bytes), len(pool) // (2 * size), 256)
+        count = min(-(-int(ROTATED) // self.bytes), len(pool) // (2 * size), 128)
         self.caches = [
             [pool[(2 * i + j) * size :][:size].view(1, G, self.room, K) for j in range(2)]
             for i in range(count)
@@ -61,40 +74,62 @@ class Case:
         self.pos = torch.arange(context, context + rows, **i32)
         self.slot, self.end = torch.zeros(rows, **i32), self.pos + 1
         self.work = torch.zeros(attend_fast.COUNTERS + attend_fast.work_size(backend), device="cuda")
+        self.norm = torch.ones(H * K, device="cuda")
+        self.laid, self.scale = torch.zeros_like(self.q), torch.zeros(rows, device="cuda")
+        self.small_us = None
 
     def call(self, cache, tuning):
-        tuning = dict(tuning)
-        if "leaf_limit" in tuning:
-            tuning["leaf_limit"] *= tuning.get("blocks", 2) * self.backend.sms
+        from over_torch import Buffer
+
         k, v, q, o, pos, slot, end, work = map(
             Buffer, (*cache, self.q, self.o, self.pos, self.slot, self.end, self.work)
         )
         args = [q, k, v, slot, pos, pos, end, 0, 1, self.heads[2] ** -0.5, work, o]
         assert attend_fast.attend(self.backend, *args, **tuning)
 
-    def calls(self, make):
-        """At least 16 calls that go round the caches."""
-        return [lambda c=c: make(c) for c in self.caches * -(-16 // len(self.caches))]
+    def small(self):
+        """A kernel that reads o, as the next product of a layer does."""
+        from over_torch import Buffer
 
-    def ours(self, tuning, replays, dependent=False):
-        """Microseconds; None where a kernel spills or does not fit."""
-        self.backend.dependent, self.backend.spills = dependent, False
+        args = [
+            Buffer(self.o),
+            Buffer(self.norm),
+            1e-6,
+            Buffer(self.laid),
+            Buffer(self.scale),
+            len(self.norm),
+        ]
+        self.backend.launch(
+            "linear_prefill.cu", "norm_prefill", self.rows, 256, 0, args, dependent=self.backend.dependent
+        )
+
+    def ours(self, tuning, replays):
+        """Microseconds that a call adds; None where it does not run."""
+        import torch
+        from over_torch import timed
+
+        self.backend.dependent = True
+        caches = self.caches * -(-16 // len(self.caches))
         try:
-            self.call(self.caches[0], tuning)
+            self.small()
+            self.call(caches[0], tuning)
             torch.cuda.synchronize()
         except (RuntimeError, UserError) as error:
             print(f"  {tuning}: {str(error).splitlines()[0]}")
             return None
-        return None if self.backend.spills else timed(self.calls(lambda c: self.call(c, tuning)), replays)
+        if self.small_us is None:
+            self.small_us = timed([self.small] * 64, replays)
+        calls = [call for c in caches for call in (lambda c=c: self.call(c, tuning), self.small)]
+        return 2 * timed(calls, replays) - self.small_us
 
     def peers(self, replays):
         """Microseconds of torch: {"gqa", "folded"}."""
+        import torch
+        from over_torch import timed
+
         H, G, K = self.heads
-        plain, folded = (
-            self.q.view(1, self.rows, H, K).transpose(1, 2),
-            self.q.view(1, self.rows, G, H // G, K),
-        )
-        folded = folded.transpose(1, 2).reshape(1, G, -1, K).contiguous()
+        plain = self.q.view(1, self.rows, H, K).transpose(1, 2)
+        folded = self.q.view(1, self.rows, G, H // G, K).transpose(1, 2).reshape(1, G, -1, K).contiguous()
         attention = torch.nn.functional.scaled_dot_product_attention
         ways = {
             "gqa": lambda c: attention(plain, *c, enable_gqa=True),
@@ -103,13 +138,15 @@ class Case:
         found = {}
         for name, way in ways.items():
             try:
-                found[name] = timed(self.calls(way), replays)
+                found[name] = timed([lambda c=c, way=way: way(c) for c in self.caches[:16]], replays)
             except (RuntimeError, UserError) as error:
                 print(f"  torch {name}: {str(error).splitlines()[0]}")
         return found
 
     def error(self, tuning):
         """Worst |error| over sum p|v| against float64, on the first cache."""
+        import torch
+
         self.backend.dependent = False
         self.o.fill_(float("nan"))
         self.call(self.caches[0], tuning)
@@ -126,72 +163,113 @@ class Case:
             worst = max(worst, float(((got - want).abs() / terms).nan_to_num(float("inf")).max()))
         return worst
 
-    def bits(self, tunings):
-        """Whether all these give the same bits, and each row alone those of the rows together."""
-        found = set()
-        for tuning in tunings:
+    def has_own_bits(self, tuning):
+        """Whether each row alone has the bits of the rows together, twenty times."""
+        import torch
+
+        same, rows = True, (self.q, self.o, self.pos, self.slot, self.end)
+        self.call(self.caches[0], tuning)
+        torch.cuda.synchronize()
+        together = self.o.clone()
+        for i in range(20):
+            t = i % self.rows
+            self.q, self.o, self.pos, self.slot, self.end = (a[t : t + 1] for a in rows)
             self.call(self.caches[0], tuning)
             torch.cuda.synchronize()
-            found.add(self.o.view(torch.int16).cpu().numpy().tobytes())
-        together, rows = self.o.clone(), (self.q, self.o, self.pos, self.slot, self.end)
-        is_alone_same = True
-        for t in range(self.rows):
-            self.q, self.o, self.pos, self.slot, self.end = (a[t : t + 1] for a in rows)
-            self.call(self.caches[0], tunings[0])
-            torch.cuda.synchronize()
-            is_alone_same &= bool((self.o.view(torch.int16) == together[t : t + 1].view(torch.int16)).all())
+            same &= bool((self.o.view(torch.int16) == together[t : t + 1].view(torch.int16)).all())
         self.q, self.o, self.pos, self.slot, self.end = rows
-        return len(found) == 1 and is_alone_same
+        return same
+
+
+def compile_one(file, arch, defines):
+    launch.compile_cubin(source.find(file), arch, defines)
+
+
+def compile_all(arch, sms, layouts, rows_list):
+    """Every kernel into the disk cache, on all cores: one after the other they would take longer than the runs."""
+    jobs = {}
+    for heads in layouts:
+        todo = [(rows, tuning) for rows in rows_list for tuning in VARIANTS.values()]
+        for rows, tuning in [*todo, *((256, tuning) for tuning in PROMPT.values())]:
+            how = tuned(heads, rows, tuning, sms) | {}
+            is_one = how.pop("one_launch")
+            kind = attend_cluster.Shape if is_one else attend_fast.Shape
+            shape = kind(rows, *heads, 1, sms if is_one else 4096, **how)
+            file = "attend_cluster.cu" if is_one else "attend_fast.cu"
+            defines = {key: str(value) for key, value in shape.defines.items()}
+            jobs[file, str(defines)] = (file, arch, defines)
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        list(pool.map(compile_one, *zip(*jobs.values(), strict=True)))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--heads", default="32/8/128,9/3/64")
     parser.add_argument("--rows", default="1,4,16")
-    parser.add_argument("--contexts", default="128,2048,8192,32768")
-    parser.add_argument("--replays", type=int, default=20)
-    parser.add_argument("--seconds", type=float, default=420, help="defaults only, after this long")
+    parser.add_argument("--contexts", default="128,512,2048,8192,32768")
+    parser.add_argument("--replays", type=int, default=8)
+    parser.add_argument(
+        "--seconds", type=float, default=90, help="the first two variants only, after this long"
+    )
+    parser.add_argument("--peers", action="store_true")
     args = parser.parse_args()
-    begun, backend, name = time.perf_counter(), Backend(), torch.cuda.get_device_name()
+    begun = time.perf_counter()
+    import torch
+    from over_torch import Backend, copy_gb_s
+
+    backend, name = Backend(), torch.cuda.get_device_name()
+    layouts = [tuple(map(int, word.split("/"))) for word in args.heads.split(",")]
+    rows_list = [int(rows) for rows in args.rows.split(",")]
+    compile_all(backend.device.arch, backend.sms, layouts, rows_list)
+    print(f"compiled after {time.perf_counter() - begun:.0f} s", flush=True)
     pool = torch.randn(160 * 2**20, device="cuda", dtype=torch.bfloat16)
-    copy = copy_gb_s(pool)
-    results, table = [], []
-    for heads in [tuple(map(int, word.split("/"))) for word in args.heads.split(",")]:
-        for context in map(int, args.contexts.split(",")):
-            for rows in map(int, args.rows.split(",")):
-                case, tried = Case(backend, pool, heads, rows, context), {}
-                for what, tuning in VARIANTS.items():
-                    if tried and time.perf_counter() - begun > args.seconds:
-                        break
-                    us = case.ours(tuning, args.replays)
-                    if us:
-                        tried[what] = us
-                best = min(tried, key=tried.get)
-                us, peers = tried["default"], case.peers(args.replays)
-                same = [VARIANTS[what] for what in tried if not {"terms", "chain"} & set(VARIANTS[what])]
-                results.append({
-                    "heads": heads, "rows": rows, "context": context, "bytes": case.bytes, "us": us,
-                    "dependent_us": case.ours({}, args.replays, dependent=True),
-                    "of_copy": case.bytes / us / 1e3 / copy, "torch_us": peers, "variants_us": tried,
-                    "error_over_terms": case.error({}), "error_1_term": case.error({"terms": 1}),
-                    "same_bits": case.bits(same),
-                })  # fmt: skip
-                last = results[-1]
-                table.append(
-                    f"{heads!s:13} {context:6} {rows:3} rows {us:8.2f} us {last['of_copy']:5.2f} of copy "
-                    f"{last['dependent_us']:8.2f} us dependent {min(peers.values(), default=0) / us:6.2f} x torch  "
-                    f"error {last['error_over_terms']:.1e}  bits {'same' if last['same_bits'] else 'DIFFER'}  "
-                    f"best {tried[best]:.2f} us: {best}"
-                )
-                print(table[-1], flush=True)
-                print(
-                    "  " + "; ".join(f"{tried[what]:.2f} {what}" for what in sorted(tried, key=tried.get)),
-                    flush=True,
-                )
+    copy, results, table, sums = copy_gb_s(pool), [], [], {}
+    cases = [(heads, rows, int(context), VARIANTS) for heads in layouts
+             for context in args.contexts.split(",") for rows in rows_list]  # fmt: skip
+    cases += [(heads, rows, 2048 - rows, PROMPT) for heads in layouts for rows in (256, 1024, 2048)]
+    for heads, rows, context, variants in cases:
+        case, tried = Case(backend, pool, heads, rows, context), {}
+        for what, tuning in variants.items():
+            if len(tried) > 1 and time.perf_counter() - begun > args.seconds:
+                break
+            us = case.ours(tuned(heads, rows, tuning, backend.sms), args.replays)
+            if us:
+                tried[what] = us
+        how = {what: tuned(heads, rows, variants[what], backend.sms) for what in tried}
+        exact = [what for what in tried if "1 term" not in what]
+        best = min(exact, key=tried.get)
+        results.append({
+            "heads": heads, "rows": rows, "context": context, "bytes": case.bytes, "best": best, "us": tried[best],
+            "of_copy": case.bytes / tried[best] / 1e3 / copy, "variants_us": tried, "small_us": case.small_us,
+            "torch_us": case.peers(args.replays) if args.peers else None,
+            "error_over_terms": {what: case.error(how[what]) for what in tried if rows <= 16},
+            "own_bits": {what: case.has_own_bits(how[what]) for what in exact if rows <= 16},
+        })  # fmt: skip
+        last = results[-1]
+        worst = max((last["error_over_terms"][what] for what in exact if rows <= 16), default=0)
+        bits = "same" if all(last["own_bits"].values()) else f"DIFFER {last['own_bits']}"
+        table.append(
+            f"{heads!s:13} {context:6} {rows:4} rows {tried[best]:8.2f} us {last['of_copy']:5.2f} of copy: {best}  "
+            f"error {worst:.1e}  bits {bits}"
+        )
+        times = "; ".join(f"{tried[what]:.2f} {what}" for what in sorted(tried, key=tried.get))
+        print(f"{table[-1]}\n  {times}  {last['torch_us'] or ''}", flush=True)
+        if rows <= 16:
+            for what, us in tried.items():
+                sums.setdefault(what, []).append(us / tried[best])
+    full = max(map(len, sums.values()))
+    means = {what: sum(s) / len(s) for what, s in sums.items() if len(s) == full}
+    advice = min((what for what in means if "1 term" not in what), key=means.get)
     card = re.sub(r"\W+", "-", name).strip("-").lower()
-    out = record.write(f"attend-{card}", {"results": results}, card=name, copy_gb_s=copy)
-    print(f"\n{name}, copy {copy:.0f} GB/s; {out}")
+    found = {"results": results, "over_best": means, "suggested": advice}
+    out = record.write(f"attend-{card}", found, card=name, copy_gb_s=copy)
+    print(f"\n{name}, copy {copy:.0f} GB/s; {out}; {time.perf_counter() - begun:.0f} s")
     print("\n".join(table))
+    print(
+        "mean time over the best of its case: "
+        + "; ".join(f"{means[w]:.3f} {w}" for w in sorted(means, key=means.get))
+    )
+    print(f"suggested default: {advice}")
 
 
 if __name__ == "__main__":
