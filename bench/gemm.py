@@ -1,11 +1,11 @@
-"""The skinny matrix product on a GPU: every cut that fits, side by side; cuBLAS (torch) and a plain copy as peers.
+"""The skinny matrix product on a GPU: the cuts worth a try, side by side; cuBLAS (torch) and a plain copy as peers.
 
-    python bench/gemm.py [--shapes 6144x4096,4096x4096] [--rows 1,4,16,32] [--seconds 480]
+    python bench/gemm.py [--shapes 6144x4096,4096x4096] [--rows 1,8,16] [--seconds 100]
 
 A time is per launch: the median over replays of one graph of many launches, each on another of the weights that
-together fill 300 MB (over twice the L2). Random weights and tokens. Cuts are compared at 16 rows, by the same kernel
-that decoding uses (linear_add_fast); the best is then run at all row counts, with and without dependent launch.
-Writes bench/results/gemm-CARD.json (into $OUT where that is set); the table comes last. Needs torch.
+together fill 300 MB (over twice the L2). Random weights and tokens. Cuts are compared at 16 rows with dependent launch,
+by the same kernel that decoding uses (linear_add_fast); the best is then run at all row counts, with and without it.
+Writes bench/results/gemm-CARD.json (into $OUT where that is set); last come the table and split.MEASURED. Needs torch.
 """
 
 import argparse
@@ -16,14 +16,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import cuts
 import record
 import torch
 from minidflash.kernels.gpu import fast, split
 from over_torch import Backend, copy_gb_s, timed
 
 SHAPES = [
-    (6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (151936, 4096), (4096, 20480),
-    (4096, 2560), (2560, 4096), (19456, 2560), (2560, 9728), (960, 576), (3072, 576), (576, 1536), (49152, 576),
+    (6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (151936, 4096), (4096, 20480), (10240, 4096),
+    (6144, 2560), (4096, 2560), (2560, 4096), (19456, 2560), (2560, 9728), (2560, 12800),
+    (960, 576), (576, 576), (3072, 576), (576, 1536), (49152, 576), (1536, 576), (576, 2304),
 ]  # fmt: skip
 ROTATED = 300e6  # bytes of different weights between two uses of the same
 COUNTERS = 4096
@@ -60,7 +62,7 @@ class Bench(Backend):
         ]  # fmt: skip
         self.device.launch(
             function, cut.grid(tiles, self.device.sms), cut.threads, cut.shared(cols, token_tiles), args,
-            dependent=dependent, stream=torch.cuda.current_stream().cuda_stream,
+            cluster=cut.cluster_blocks, dependent=dependent, stream=torch.cuda.current_stream().cuda_stream,
         )  # fmt: skip
 
     def product(self, cut, rows, outputs, cols, replays, dependent=False):
@@ -112,84 +114,61 @@ class Bench(Backend):
         return float(((x.view(rows, outputs).double() - want).abs() / terms).max())
 
 
-def cuts(outputs, cols, sms):
-    """Cuts worth a try: the rule's own first, then by how evenly they share the work."""
-    tiles, chunks = fast.tiles_of(outputs), -(-cols // split.CHUNK)
-    found = {split.choose(outputs, cols, sms): 9.0}
-    for blocks, warps in ((2, 8), (1, 16), (3, 8), (2, 7), (1, 15), (2, 4), (4, 4)):
-        ranked = []
-        for slices in range(1, min(chunks, 32) + 1 if tiles <= split.MOST_SLICED_TILES else 2):
-            cut = split.Split(slices, blocks, warps)
-            if cut.fits(cols, 2) and slices <= blocks * sms:
-                ranked.append((split.efficiency(cut, tiles, chunks, sms) - 0.004 * slices, cut))
-        ranked.sort(key=lambda pair: -pair[0])
-        for score, cut in ranked[:2]:
-            found.setdefault(cut, score)
-    best = sorted(found, key=lambda cut: -found[cut])
-    kinds = {(cut.blocks, cut.warps): cut for cut in reversed(best)}
-    deeper = [
-        split.Split(kinds[kind].slices, *kind, chunks, ahead)
-        for kind in ((2, 8), (1, 16), (2, 7), (1, 15))
-        if kind in kinds
-        for chunks, ahead in ((2, 2), (5, 1), (6, 1), (8, 1), (1, 5), (2, 3), (4, 2))
-    ]
-    return best + [cut for cut in deeper if cut not in found]
-
-
-def words(cut):
-    return f"{cut.slices} slices, {cut.blocks}x{cut.warps} warps, {cut.chunks}x{cut.ahead} chunks"
+def table_line(result, copy):
+    gbs, peer = result["bytes"] / result["dependent_us"] / 1e3, result["cublas_us"]
+    return (
+        f"{result['outputs']:6} x {result['cols']:5} {result['rows']:3} rows {result['us']:8.2f} us, "
+        f"dependent {result['dependent_us']:8.2f} us {gbs:6.0f} GB/s {gbs / copy:5.2f} of copy "
+        f"{peer / result['dependent_us']:5.2f} x cuBLAS ({peer:.2f} us)   {result['cut']}"
+    )
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shapes", default=",".join(f"{n}x{k}" for n, k in SHAPES))
-    parser.add_argument("--rows", default="1,4,16,32")
-    parser.add_argument("--replays", type=int, default=20)
-    parser.add_argument("--seconds", type=float, default=480, help="stop trying cuts after this long")
+    parser.add_argument("--rows", default="1,8,16")
+    parser.add_argument("--replays", type=int, default=12)
+    parser.add_argument("--seconds", type=float, default=100, help="stop trying cuts after this long")
     args = parser.parse_args()
     begin, bench = time.perf_counter(), Bench()
-    shapes = [tuple(map(int, re.split("x", shape))) for shape in args.shapes.split(",")]
-    rows_list = [int(rows) for rows in args.rows.split(",")]
-    sms, copy = bench.device.sms, copy_gb_s(bench.pool[: 512 * 2**20])
+    shapes = [tuple(map(int, shape.split("x"))) for shape in args.shapes.split(",")]
+    sms, copy = bench.device.sms, copy_gb_s()
+
+    def tried(cut, outputs, cols):
+        return bench.product(cut, 16, outputs, cols, args.replays, dependent=True)
+
+    def is_late(share):
+        return time.perf_counter() - begin > share * args.seconds
+
+    found = cuts.search(bench.device.arch, shapes, sms, tried, is_late)
     results, table = [], []
-    for i, (outputs, cols) in enumerate(shapes):
-        nbytes, tried = 2 * outputs * cols, {}
-        share = begin + args.seconds * (i + 1) / len(shapes)
-        for cut in cuts(outputs, cols, sms):
-            if tried and time.perf_counter() > share:
-                break
-            us = bench.product(cut, 16, outputs, cols, args.replays)
-            if us:
-                tried[cut] = us
-        best = min(tried, key=tried.get)
-        own = split.choose(outputs, cols, sms)
-        for rows in rows_list:
-            us = bench.product(best, rows, outputs, cols, args.replays)
-            if us is None:
-                print(f"{outputs} x {cols}, {rows} rows: {words(best)} spills")
-                continue
-            overlapped = bench.product(best, rows, outputs, cols, args.replays, dependent=True)
-            peer = bench.cublas(rows, outputs, cols, args.replays)
-            gbs = nbytes / us / 1e3
-            table.append(
-                f"{outputs:6} x {cols:5} {rows:3} rows {us:8.2f} us {gbs:6.0f} GB/s {gbs / copy:5.2f} of copy "
-                f"{overlapped:8.2f} us dependent {peer / us:5.2f} x cuBLAS   {words(best)}"
+    for (outputs, cols), times in found.items():
+        best, own = min(times, key=times.get), split.choose(outputs, cols, sms)
+        for rows in map(int, args.rows.split(",")):
+            us, overlapped = (
+                bench.product(best, rows, outputs, cols, 3 * args.replays, dependent)
+                for dependent in (False, True)
             )
             results.append({
-                "outputs": outputs, "cols": cols, "rows": rows, "us": us, "bytes": nbytes, "gb_s": gbs,
-                "of_copy": gbs / copy, "dependent_us": overlapped, "cublas_us": peer, "cut": words(best),
-                "error_over_terms": bench.error(best, rows, outputs, cols),
+                "outputs": outputs, "cols": cols, "rows": rows, "us": us, "bytes": 2 * outputs * cols,
+                "dependent_us": overlapped, "cublas_us": bench.cublas(rows, outputs, cols, 3 * args.replays),
+                "cut": cuts.words(best), "error_over_terms": bench.error(best, rows, outputs, cols),
             })  # fmt: skip
-            print(table[-1], flush=True)
-        ranking = {words(cut): tried[cut] for cut in sorted(tried, key=tried.get)}
-        results[-1]["cuts_at_16_rows_us"] = ranking
-        print(f"  rule: {words(own)} {tried[own]:.2f} us; " if own in tried else "  rule: spills; ", end="")
-        print("; ".join(f"{us:.2f} {what}" for what, us in list(ranking.items())[:5]), flush=True)
+            table.append(table_line(results[-1], copy))
+            print(table[-1])
+        ranking = {cuts.words(cut): times[cut] for cut in sorted(times, key=times.get)}
+        results[-1]["cuts_at_16_rows_dependent_us"] = ranking
+        print(f"  {len(times)} cuts; MEASURED or rule: {times.get(own, 0):.2f} us {cuts.words(own)}")
+        print("\n".join(f"  {us:8.2f} us {what}" for what, us in list(ranking.items())[:5]), flush=True)
     name = re.sub(r"\W+", "-", bench.name).strip("-").lower()
     out = record.write(f"gemm-{name}", {"results": results}, card=bench.name, copy_gb_s=copy)
     worst = max(result["error_over_terms"] for result in results)
     print(f"\n{bench.name}, copy {copy:.0f} GB/s; worst error {worst:.2e} of sum|terms|, output bf16; {out}")
     print("\n".join(table))
+    print("\nMEASURED = {")
+    for shape, times in found.items():
+        print(cuts.entry(*shape, sms, min(times, key=times.get)))
+    print("}")
 
 
 if __name__ == "__main__":

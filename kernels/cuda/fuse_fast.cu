@@ -12,6 +12,9 @@ struct KeepRows {
     float* work;
     int outputs;
 
+    __device__ __forceinline__ void prepare(int) const {}
+    __device__ __forceinline__ void end() const {}
+
     __device__ __forceinline__ void operator()(int tile, float2 (&v)[UNITS]) const {
         if (!merge(task, work, counters, tile, v)) return;
         int n = 16 * tile + row_of();
@@ -34,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     KeepRows sink{task, y, counters, work, outputs};
     skinny<false>(task, Weights{cols, w}, taps, nullptr, nullptr, nullptr, sink);
     if (!last_to_arrive(counters + tiles, gridDim.x)) return;
-    for (int row = warp_index(); row < rows; row += WARPS + 1) {  // one warp a row: its bits are its own
+    for (int row = warp_index(); row < rows; row += THREADS / 32) {  // one warp a row: its bits are its own
         const float* from = y + (size_t)row * outputs;
         float sum = 0.f;
 #pragma unroll 16

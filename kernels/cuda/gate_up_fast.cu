@@ -15,6 +15,9 @@ struct Swiglu {
     int ffn;
     bool has_scale;
 
+    __device__ __forceinline__ void prepare(int) const {}
+    __device__ __forceinline__ void end() const {}
+
     __device__ __forceinline__ void operator()(int tile, float2 (&v)[UNITS]) {
         if (!merge(task, work, counters, tile, v)) return;
         if (!has_scale) scale.make(task, work, eps);

@@ -16,14 +16,16 @@ __device__ __forceinline__ void consider(Best& best, float value, int index) {
 struct KeepBest {
     const Task& task;
     RowScale& scale;
-    const float* squares;
+    float* work;
     float eps;
     int limit;
     bool has_scale;
     Best best[UNITS];
 
+    __device__ __forceinline__ void prepare(int) const {}
+
     __device__ __forceinline__ void operator()(int tile, float2 (&v)[UNITS]) {
-        if (!has_scale) scale.make(task, squares, eps);
+        if (!has_scale) scale.make(task, work, eps);
         has_scale = true;
         int n = 16 * tile + row_of();
 #pragma unroll
@@ -31,6 +33,23 @@ struct KeepBest {
             float r = scale.of[token_of(q)];
             if (n < limit) consider(best[q], v[q].x * r, n);
             if (n + 8 < limit) consider(best[q], v[q].y * r, n + 8);
+        }
+    }
+
+    /* The best of this warp's tiles to [rows][finishing warps of all blocks]. Here, so that the streaming
+     * warps need not carry them. */
+    __device__ __forceinline__ void end() {
+        int me = blockIdx.x * FINISHERS + warp_index() - WARPS, count = gridDim.x * FINISHERS;
+#pragma unroll
+        for (int q = 0; q < UNITS; ++q) {
+#pragma unroll
+            for (int step = 4; step < 32; step *= 2) {  // the 8 lanes that hold this token
+                Best other{__shfl_xor_sync(FULL_WARP, best[q].value, step),
+                           __shfl_xor_sync(FULL_WARP, best[q].index, step)};
+                best[q] = better(best[q], other);
+            }
+            if (row_of() == 0 && token_of(q) < task.rows)
+                ((Best*)(work + SQUARES))[(size_t)token_of(q) * count + me] = best[q];
         }
     }
 };
@@ -45,26 +64,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 #pragma unroll
     for (int q = 0; q < UNITS; ++q) sink.best[q] = Best{-infinity(), 0x7fffffff};
     skinny<true>(task, Weights{cols, w}, x, pick, norm, work, sink);
-    Best* bests = (Best*)(work + SQUARES);  // [rows][blocks]
-    if (warp_index() == WARPS) {
-#pragma unroll
-        for (int q = 0; q < UNITS; ++q) {
-            Best best = sink.best[q];
-#pragma unroll
-            for (int step = 4; step < 32; step *= 2) {  // the 8 lanes that hold this token
-                Best other{__shfl_xor_sync(FULL_WARP, best.value, step),
-                           __shfl_xor_sync(FULL_WARP, best.index, step)};
-                best = better(best, other);
-            }
-            if (row_of() == 0 && token_of(q) < rows)
-                bests[(size_t)token_of(q) * gridDim.x + blockIdx.x] = best;
-        }
-    }
     if (!last_to_arrive(counters, gridDim.x)) return;
-    for (int row = warp_index(); row < rows; row += WARPS + 1) {
+    const float2* bests = (const float2*)(work + SQUARES);
+    int count = gridDim.x * FINISHERS;
+    for (int row = warp_index(); row < rows; row += THREADS / 32) {
         Best best{-infinity(), 0x7fffffff};
-        for (int block = lane_index(); block < (int)gridDim.x; block += 32) {
-            float2 bits = __ldcg((const float2*)bests + (size_t)row * gridDim.x + block);
+        for (int i = lane_index(); i < count; i += 32) {
+            float2 bits = __ldcg(bests + (size_t)row * count + i);
             best = better(best, Best{bits.x, __float_as_int(bits.y)});
         }
         best = warp_best(best);
@@ -80,6 +86,9 @@ struct KeepLogits {
     float eps;
     int outputs;
     bool has_scale;
+
+    __device__ __forceinline__ void prepare(int) const {}
+    __device__ __forceinline__ void end() const {}
 
     __device__ __forceinline__ void operator()(int tile, float2 (&v)[UNITS]) {
         if (!has_scale) scale.make(task, squares, eps);

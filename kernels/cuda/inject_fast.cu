@@ -32,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     KeepSlice sink{task, work};
     skinny<false>(task, Weights{cols, wkv}, f, nullptr, nullptr, nullptr, sink);
     heads = opaque(layers) * 2 * groups, tiles = (heads * size + 15) / 16;
-    task = again(task, rows, cols, tiles, slices);
+    task = again(rows, cols, tiles, slices);
     InjectRule rule{kv_bias, k_norm, slot, pos, cache_k, cache_v, slots, groups, size, cached};
     finish_heads(task, Heads{size, heads, heads, tiles}, work, counters, false, eps, cos, sin, pairs, pos,
                  rule);

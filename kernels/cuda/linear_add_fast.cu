@@ -12,13 +12,15 @@ struct AddResidual {
     u32* counters;
     float* work;
     int outputs, tap_at, tap_cols;
+    float bias_low, bias_high;
+    float2 old[UNITS];  // nobody else writes this tile's rows of x: they are read while its sums are made
 
-    __device__ __forceinline__ void operator()(int tile, float2 (&v)[UNITS]) const {
-        if (!merge(task, work, counters, tile, v)) return;
+    __device__ __forceinline__ void end() const {}
+
+    __device__ __forceinline__ void prepare(int tile) {
         int n = 16 * tile + row_of();
         bool has_low = n < outputs, has_high = n + 8 < outputs;
-        float bias_low = bias && has_low ? bias[n] : 0.f, bias_high = bias && has_high ? bias[n + 8] : 0.f;
-        float2 old[UNITS];  // all loads before the first store: they may alias as far as the compiler knows
+        bias_low = bias && has_low ? bias[n] : 0.f, bias_high = bias && has_high ? bias[n + 8] : 0.f;
 #pragma unroll
         for (int q = 0; q < UNITS; ++q) {
             const bf16* from = x + (size_t)token_of(q) * outputs + n;
@@ -26,6 +28,12 @@ struct AddResidual {
             old[q].x = is_row && has_low ? to_f32(from[0]) : 0.f;
             old[q].y = is_row && has_high ? to_f32(from[8]) : 0.f;
         }
+    }
+
+    __device__ __forceinline__ void operator()(int tile, float2 (&v)[UNITS]) const {
+        if (!merge(task, work, counters, tile, v)) return;
+        int n = 16 * tile + row_of();
+        bool has_low = n < outputs, has_high = n + 8 < outputs;
 #pragma unroll
         for (int q = 0; q < UNITS; ++q) {
             int token = token_of(q);
@@ -50,6 +58,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                     int tap_cols) {
     int tiles = (outputs + 15) / 16;
     Task task = make_task(rows, cols, tiles, slices);
-    AddResidual sink{task, bias, tap_row, x, taps, counters, work, outputs, tap_at, tap_cols};
+    AddResidual sink{task, bias, tap_row, x, taps, counters, work, outputs, tap_at, tap_cols, 0.f, 0.f, {}};
     skinny<false>(task, Weights{cols, w}, a, nullptr, nullptr, nullptr, sink);
 }

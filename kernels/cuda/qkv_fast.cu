@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     KeepSlice sink{task, work};
     skinny<true>(task, Weights{cols, wq, wkv, heads, size}, x, nullptr, norm, work, sink);
     size = opaque(size), q_tiles = (heads * size + 15) / 16, kv_tiles = (2 * groups * size + 15) / 16;
-    task = again(task, rows, cols, q_tiles + kv_tiles, slices);
+    task = again(rows, cols, q_tiles + kv_tiles, slices);
     QkvRule rule{q_bias,  kv_bias, q_norm, k_norm, slot, pos,   cache_k,
                  cache_v, q,       heads,  groups, size, cached};
     finish_heads(task, Heads{size, heads + 2 * groups, heads, q_tiles}, work, counters, true, eps, cos, sin,

@@ -34,18 +34,21 @@ struct Finish {
 /* A slice's sums as [tile][slice][token][16 rows]: whole sectors both when written and when read. */
 __device__ __forceinline__ float* head_sums(const Task& task, float* work, int tile, int slice, int token) {
     float* sums = work + SQUARES * task.slices;
-    return sums + (((size_t)tile * task.slices + slice) * MOST_ROWS + token) * 16;
+    return sums + (((size_t)tile * parts_of(task) + slice) * MOST_ROWS + token) * 16;
 }
 
 struct KeepSlice {
     const Task& task;
     float* work;
 
+    __device__ __forceinline__ void prepare(int) const {}
+    __device__ __forceinline__ void end() const {}
+
     __device__ __forceinline__ void operator()(int tile, float2 (&v)[UNITS]) const {
 #pragma unroll
         for (int q = 0; q < UNITS; ++q) {
             if (token_of(q) >= task.rows) continue;
-            float* to = head_sums(task, work, tile, task.slice, token_of(q)) + row_of();
+            float* to = head_sums(task, work, tile, part_of(task), token_of(q)) + row_of();
             __stcg(to, v[q].x);
             __stcg(to + 8, v[q].y);
         }
@@ -53,15 +56,17 @@ struct KeepSlice {
 };
 
 /* Arrive for the tiles of this block; `whole` gets the heads that became whole. */
-__device__ __forceinline__ void arrive_heads(const Task& task, const Heads& heads, u32* counters, int* whole,
+__device__ __forceinline__ void arrive_heads(const Task& task, const Heads& heads, u32* counters, u16* whole,
                                              u32* whole_count) {
-    for (int tile = task.first + (int)threadIdx.x * task.step; tile < task.tiles;
-         tile += THREADS * task.step) {
+    for (int ordinal = threadIdx.x;; ordinal += THREADS) {
+        int tile = task.first + ordinal * task.step;
+        if (tile >= task.tiles) break;
+        if (!is_owner(task, ordinal)) continue;
         bool is_first = tile < heads.first_tiles;
         int row = 16 * (is_first ? tile : tile - heads.first_tiles);
         int begin = is_first ? 0 : heads.first_count, end = is_first ? heads.first_count : heads.count;
         for (int head = begin + row / heads.size; head < end && heads.row(head) < row + 16; ++head) {
-            u32 total = heads.tiles(head) * task.slices;
+            u32 total = heads.tiles(head) * parts_of(task);
             if (atomic_add_acq_rel(counters + head, 1) != total - 1) continue;
             store_release(counters + head, 0);
             whole[atomicAdd(whole_count, 1)] = head;
@@ -87,7 +92,7 @@ __device__ __forceinline__ void finish_head(const Task& task, const Heads& heads
         if (i >= heads.size) continue;
         const float* from = head_sums(task, work, heads.base(head) + row / 16, 0, token) + row % 16;
 #pragma unroll 4
-        for (int slice = 0; slice < task.slices; ++slice) y[m] += __ldcg(from + slice * MOST_ROWS * 16);
+        for (int slice = 0; slice < parts_of(task); ++slice) y[m] += __ldcg(from + slice * MOST_ROWS * 16);
         y[m] = y[m] * root + (how.bias ? how.bias[i] : 0.f);
         sum += y[m] * y[m];
     }
@@ -126,7 +131,7 @@ __device__ __forceinline__ void finish_heads(const Task& task, const Heads& head
                                              bool is_normed, float eps, const float* cos, const float* sin,
                                              int pairs, const int* pos, const Rule& rule) {
     extern __shared__ __align__(128) unsigned char dynamic[];
-    __shared__ int whole[MOST_HEADS];
+    __shared__ u16 whole[MOST_HEADS];
     __shared__ u32 whole_count;
     if (threadIdx.x == 0) whole_count = 0;
     __syncthreads();  // this block's sums are written, and its shared memory is free

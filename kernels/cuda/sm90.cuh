@@ -142,6 +142,27 @@ __device__ __forceinline__ bool mbarrier_try_wait(u64* barrier, u32 parity) {
     return done;
 }
 
+/* Arrive at the same barrier of block `rank` of the cluster; what this warp wrote there before a __syncwarp
+ * is visible to whoever waits with mbarrier_wait_cluster. */
+__device__ __forceinline__ void mbarrier_arrive_at(u64* barrier, u32 rank) {
+    asm volatile(
+        "{\n .reg .b32 there;\n mapa.shared::cluster.u32 there, %0, %1;\n"
+        " mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}" ::"r"(shared_address(barrier)),
+        "r"(rank)
+        : "memory");
+}
+
+__device__ __forceinline__ bool mbarrier_try_wait_cluster(u64* barrier, u32 parity) {
+    u32 done;
+    asm volatile(
+        "{\n .reg .pred p;\n mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+        " selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+    return done;
+}
+
 /* Contiguous memory to shared memory by one thread's order: all 16-byte aligned, bytes a multiple of 16. */
 __device__ __forceinline__ void bulk_load(void* shared, const void* global, u32 bytes, u64* barrier) {
     asm volatile(
@@ -221,5 +242,10 @@ __device__ __forceinline__ void cluster_sync() {
 
 __device__ __forceinline__ void mbarrier_wait(u64* barrier, u32 parity) {
     while (!mbarrier_try_wait(barrier, parity)) {
+    }
+}
+
+__device__ __forceinline__ void mbarrier_wait_cluster(u64* barrier, u32 parity) {
+    while (!mbarrier_try_wait_cluster(barrier, parity)) {
     }
 }

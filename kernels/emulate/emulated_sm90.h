@@ -98,6 +98,12 @@ inline void mbarrier_arrive_expect(u64* barrier, u32 bytes, EMULATE_SITE) {
 inline bool mbarrier_try_wait(u64* barrier, u32 parity, EMULATE_SITE) {
     return emulate::mbarrier_test((uint64_t*)barrier, parity, site);
 }
+inline void mbarrier_arrive_at(u64* barrier, u32 rank, EMULATE_SITE) {
+    emulate::mbarrier_arrive((uint64_t*)emulate::cluster_map(barrier, rank), 0, site);
+}
+inline bool mbarrier_try_wait_cluster(u64* barrier, u32 parity, EMULATE_SITE) {
+    return emulate::mbarrier_test((uint64_t*)barrier, parity, site);
+}
 inline void bulk_load(void* shared, const void* global, u32 bytes, u64* barrier, EMULATE_SITE) {
     emulate::aligned(shared, 16, "bulk_load, shared side");
     emulate::aligned(global, 16, "bulk_load, global side");

@@ -66,7 +66,7 @@ def work_size(backend, rows, cols, outputs):
         return pieces
     cut = split.choose(outputs, cols, backend.sms)
     tiles = -(-outputs // TILE) + 2  # two matrices round up twice
-    finished = split.ROWS * max(outputs, 2 * cut.blocks * backend.sms)  # rows of fuse; bests of head
+    finished = split.ROWS * max(outputs, 2 * 16 * backend.sms)  # rows of fuse; bests of head
     return max(pieces, cut.work(tiles) + finished)
 
 
@@ -78,7 +78,8 @@ def defines_of(cut, token_tiles):
     chunks, ahead = (4, 1) if is_wide else (cut.chunks, cut.ahead)
     return {
         "TOKEN_TILES": token_tiles, "STREAM_WARPS": cut.warps, "STEP_CHUNKS": chunks, "STEPS_AHEAD": ahead,
-        "BLOCKS_PER_SM": cut.blocks,
+        "BLOCKS_PER_SM": cut.resident, "FINISH_WARPS": cut.finishers, "CLUSTER_MERGE": int(cut.cluster),
+        "EARLY_LAUNCH": int(cut.early),
     }  # fmt: skip
 
 
@@ -88,7 +89,8 @@ def launch(backend, file, kernel, tiles, cut, cols, rows, args):
         token_tiles = cut.token_tiles(count)
         backend.launch(
             file, kernel, cut.grid(tiles, backend.sms), cut.threads, cut.shared(cols, token_tiles),
-            args(here, count), defines_of(cut, token_tiles), dependent=getattr(backend, "dependent", False),
+            args(here, count), defines_of(cut, token_tiles),
+            cluster=cut.cluster_blocks, dependent=getattr(backend, "dependent", False),
         )  # fmt: skip
     return True
 

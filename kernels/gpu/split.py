@@ -21,26 +21,50 @@ MOST_SLICED_TILES = 4000  # one counter a tile when there is more than one slice
 
 @dataclass(frozen=True)
 class Split:
-    """slices of K; blocks a multiprocessor; streaming warps a block; chunks a step and steps ahead of a warp."""
+    """slices of K; blocks a multiprocessor; streaming warps a block; chunks a step and steps ahead of a warp.
+
+    finishers: warps that end tiles. cluster: the slices of a tile are one cluster and meet in shared memory. early: the
+    next kernel's blocks may take their place at once, beside these. The last three do not show in the bits.
+    """
 
     slices: int
     blocks: int
     warps: int
     chunks: int = 4
     ahead: int = 1
+    finishers: int = 1
+    cluster: bool = False
+    early: bool = False
+
+    def groups(self, sms):
+        """Tiles that the card has under way at once. Clusters stay within 16 multiprocessors, two within a pair."""
+        if self.cluster and self.slices > 2:
+            return self.blocks * (sms // 16) * (16 // self.slices)
+        return self.blocks * sms // self.slices
 
     def grid(self, tiles, sms):
         """Blocks of a launch: a multiple of slices."""
-        return self.slices * max(1, min(tiles, self.blocks * sms // self.slices))
+        return self.slices * max(1, min(tiles, self.groups(sms)))
+
+    @property
+    def cluster_blocks(self):
+        return self.slices if self.cluster else 1
 
     @property
     def threads(self):
-        return 32 * (self.warps + 1)
+        return 32 * (self.warps + self.finishers)
+
+    @property
+    def resident(self):
+        """Blocks a multiprocessor that registers are kept for: the next kernel's too, where that leaves enough."""
+        return self.blocks * (2 if self.early and 2 * self.blocks * self.threads <= 24 * 32 else 1)
 
     def shared(self, cols, token_tiles):
-        """Dynamic shared bytes: two sets of the warps' sums, then the token rows."""
+        """Dynamic shared bytes: two sets of the warps' sums, the cluster's, the token rows, their units' squares."""
         chunks = -(-cols // CHUNK)
-        return token_tiles * (2 * self.warps * 2 * 256 + -(-chunks // self.slices) * 512)
+        deepest = -(-chunks // self.slices)
+        sums = 2 * self.warps + (self.finishers * self.slices if self.cluster else 0)
+        return token_tiles * (512 * sums + 512 * deepest + 32 * -(-deepest // 4))
 
     def fits(self, cols, token_tiles):
         need = self.shared(cols, token_tiles) + STATIC
@@ -91,8 +115,9 @@ def choose(outputs, cols, sms, whole=False):
     whole: K may not be cut (the head: logits are compared where they are made). Errors: ValueError when K is too
     long for shared memory at 8 rows.
     """
-    if (outputs, cols, sms) in MEASURED and not whole:
-        return MEASURED[outputs, cols, sms]
+    measured = MEASURED.get((outputs, cols, sms))
+    if measured and (measured.slices == 1 or not whole):
+        return measured
     tiles, chunks = -(-outputs // TILE), -(-cols // CHUNK)
     most = 1 if whole or tiles > MOST_SLICED_TILES else min(chunks, 64)
     for token_tiles in (2, 1):  # room for 16 rows, or at least 8

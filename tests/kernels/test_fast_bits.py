@@ -1,5 +1,7 @@
 """The fast kernels' bits under any number of rows, any company, order and cut; dependent launch; what is compiled."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from minidflash.kernels import launch
@@ -16,7 +18,8 @@ from tests.kernels.test_compile import assert_instructions, disassemble, needs_n
 
 CUTS = [
     split.Split(1, 2, 8), split.Split(3, 2, 8, 4, 1), split.Split(2, 1, 16, 1, 4), split.Split(4, 2, 4, 2, 2),
-    split.Split(2, 2, 3, 3, 1),
+    split.Split(2, 2, 3, 3, 1), split.Split(1, 1, 8, 2, 2, 4), split.Split(2, 1, 4, 4, 1, 2, True),
+    split.Split(3, 1, 3, 2, 1, 4, True, True),
 ]  # fmt: skip
 
 
@@ -27,7 +30,7 @@ def cut(request, monkeypatch):
     def choose(outputs, cols, sms, whole=False):
         chunks, wanted = -(-cols // split.CHUNK), request.param
         slices = 1 if whole else min(wanted.slices, chunks)
-        return split.Split(slices, wanted.blocks, wanted.warps, wanted.chunks, wanted.ahead)
+        return replace(wanted, slices=slices)
 
     monkeypatch.setattr(split, "choose", choose)
     return request.param
@@ -69,7 +72,7 @@ def test_bits_do_not_depend_on_what_other_rows_hold(ops, rng, cut, name):
 
 
 @pytest.mark.parametrize("ops", parameters(["emulate"], ["bf16"]), indirect=True)
-@pytest.mark.parametrize("cut", CUTS[:2], indirect=True, ids=str)
+@pytest.mark.parametrize("cut", [*CUTS[:2], CUTS[-1]], indirect=True, ids=str)
 @pytest.mark.parametrize("name", ROWS)
 def test_every_order_of_blocks_warps_and_lanes_gives_the_same_bits(ops, rng, cut, name):
     case, sizes = test_rows.make(name, rng, "bf16", "bf16")
@@ -96,11 +99,27 @@ def test_every_cut_is_right(ops, rng, cut, T):
     fast_check(ops, "head_logits", case, test_head_logits.terms_of(case), C_NORMED)
 
 
+@on_gpu_backends
+@pytest.mark.parametrize("name", ROWS)
+def test_bits_do_not_depend_on_who_ends_a_tile(ops, rng, name, monkeypatch):
+    """Finishing warps, clusters and early launch change when sums meet, not in which order."""
+    case, sizes = test_rows.make(name, rng, "bf16", "bf16")
+    found = []
+    for how in ({}, {"finishers": 4}, {"finishers": 2, "cluster": True}, {"cluster": True, "early": True}):
+
+        def choose(outputs, cols, sms, whole=False, how=how):
+            return split.Split(1 if whole else min(3, -(-cols // split.CHUNK)), 1, 5, 2, 1, **how)
+
+        monkeypatch.setattr(split, "choose", choose)
+        found.append(rows_alone(ops, name, case, sizes, range(19)))
+        test_rows.compare(name, found[0], found[-1], list(range(19)), str(how))
+
+
 # ---- dependent launch ------------------------------------------------------------------------------------------------
 
 
 @on_gpu_backends
-@pytest.mark.parametrize("cut", CUTS[1:2], indirect=True, ids=str)
+@pytest.mark.parametrize("cut", [CUTS[1], CUTS[-1]], indirect=True, ids=str)
 def test_dependent_launches_read_nothing_too_early(ops, rng, cut, monkeypatch):
     """A chain of kernels that share the workspace; the emulator poisons what the predecessor wrote until the wait."""
     T, D, H, G, K, F, V, S = 5, 96, 3, 1, 32, 80, 70, 12
@@ -144,14 +163,15 @@ def test_dependent_launches_read_nothing_too_early(ops, rng, cut, monkeypatch):
 @needs_nvrtc
 @pytest.mark.parametrize("arch", launch.ARCHES.values())
 @pytest.mark.parametrize("token_tiles", split.TOKEN_TILES)
+@pytest.mark.parametrize("cut", [split.Split(4, 2, 8), split.Split(2, 1, 16, 2, 2, 4, True)], ids=str)
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_kernels_keep_to_registers_and_stream(name, token_tiles, arch, tmp_path):
+def test_kernels_keep_to_registers_and_stream(name, cut, token_tiles, arch, tmp_path):
     file = "head_fast.cu" if name == "head_logits" else f"{name}_fast.cu"
-    defines = fast.defines_of(split.Split(4, 2, 8), token_tiles)
+    defines = fast.defines_of(cut, token_tiles)
     cubin, log = launch.compile_cubin(file, arch, {key: str(value) for key, value in defines.items()})
     used = launch.resources(log)[f"{name}_fast"]
     assert (used.stack, used.spill_stores, used.spill_loads) == (0, 0, 0)
-    assert used.registers <= 96, "two blocks of 9 warps fit a multiprocessor"
+    assert used.registers <= 96, "two blocks of 10 warps fit a multiprocessor"
     wanted = [
         "LDG.E 128 NA LTC256B CONSTANT",
         "HMMA.16816.F32.BF16",
@@ -195,6 +215,8 @@ def test_a_cut_fits_the_card(outputs, cols, sms):
             assert all(8 * cut.token_tiles(count) >= count for _, count in passes)
 
 
-def test_a_card_is_kept_busy():
-    tiles_chunks = [(n // 16, k // 32, split.choose(n, k, 132)) for n, k in SIZES[:6]]
-    assert all(split.efficiency(cut, tiles, chunks, 132) > 0.9 for tiles, chunks, cut in tiles_chunks)
+def test_a_card_is_kept_busy(monkeypatch):
+    """By the rule for shapes that nobody measured: it leaves a fifth idle rather than cut K once more."""
+    monkeypatch.setattr(split, "MEASURED", {})
+    tiles_chunks = [(n // 16, k // 32, split.choose.__wrapped__(n, k, 132)) for n, k in SIZES[:6]]
+    assert all(split.efficiency(cut, tiles, chunks, 132) > 0.8 for tiles, chunks, cut in tiles_chunks)

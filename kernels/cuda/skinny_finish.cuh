@@ -1,0 +1,154 @@
+/* The end of a tile in the *_fast kernels, by the finishing warps: the streaming warps' sums, in warp order,
+ * then the slices', in slice order, then the sink. Tile o of a block is finishing warp o % FINISHERS's: what
+ * a tile's end waits for (memory, mostly) then overlaps with the next tiles' ends. Slices meet in global
+ * memory, the last to arrive adds them up, or (CLUSTER_MERGE) in the shared memory of one of the cluster's
+ * blocks, which take turns: no trip to memory and back, twice, for the last tile. */
+#pragma once
+#include "skinny_tokens.cuh"
+
+/* full: a tile's sums are written; one barrier a finishing warp, at least two, since a fast warp may be a
+ * tile ahead. empty: a set of sums is read. late: the finishing warps have laid their tokens. arrived: the
+ * other slices' sums. */
+constexpr int FULL_BARRIERS = FINISHERS == 1 ? 2 : FINISHERS;
+struct Barriers {
+    u64 full[FULL_BARRIERS], empty[2], late, arrived[FINISHERS];
+
+    /* By one thread. */
+    __device__ __forceinline__ void init(const Task& task) {
+        for (int i = 0; i < FULL_BARRIERS; ++i) mbarrier_init(&full[i], WARPS);
+        for (int i = 0; i < FINISHERS; ++i) mbarrier_init(&arrived[i], max(1, task.slices - 1));
+        for (int set = 0; set < 2; ++set) mbarrier_init(&empty[set], 1);
+        mbarrier_init(&late, FINISHERS);
+        mbarrier_fence_init();
+    }
+};
+
+/* Every lane of the warp that arrives last of `total` gets true and sees what the others' warps wrote before.
+ * The counter is left at zero. */
+__device__ __forceinline__ bool warp_last_to_arrive(u32* counter, u32 total) {
+    __syncwarp();
+    u32 before = 0;
+    if (lane_index() == 0) {
+        before = atomic_add_acq_rel(counter, 1);
+        if (before == total - 1) store_release(counter, 0);
+    }
+    before = __shfl_sync(FULL_WARP, before, 0);
+    __syncwarp();  // a shuffle alone orders no memory
+    return before == total - 1;
+}
+
+/* Where unit 0 of this lane lies among the slices' sums: [tile][slice][UNITS][32]. */
+__device__ __forceinline__ float2* slice_sums(const Task& task, float* work, int tile, int slice) {
+    float2* sums = (float2*)(work + SQUARES * task.slices);
+    return sums + ((size_t)tile * task.slices + slice) * UNITS * 32 + lane_index();
+}
+
+__device__ __forceinline__ void keep_slice(const Task& task, float* work, int tile,
+                                           const float2 (&v)[UNITS]) {
+    float2* to = slice_sums(task, work, tile, task.slice);
+#pragma unroll
+    for (int q = 0; q < UNITS; ++q) __stcg(to + 32 * q, v[q]);
+}
+
+/* True for the slice that comes last to a tile; v is then the sum over all slices. */
+__device__ __forceinline__ bool merge(const Task& task, float* work, u32* counters, int tile,
+                                      float2 (&v)[UNITS]) {
+    if (CLUSTER_MERGE || task.slices == 1) return true;
+    keep_slice(task, work, tile, v);
+    if (!warp_last_to_arrive(counters + tile, task.slices)) return false;
+#pragma unroll
+    for (int q = 0; q < UNITS; ++q) v[q] = make_float2(0.f, 0.f);
+    const float2* from = slice_sums(task, work, tile, 0);
+#pragma unroll(8 / UNITS)  // 16 registers of loads under way
+    for (int slice = 0; slice < task.slices; ++slice) {
+#pragma unroll
+        for (int q = 0; q < UNITS; ++q) {
+            float2 part = __ldcg(from + 32 * (slice * UNITS + q));
+            v[q].x += part.x, v[q].y += part.y;
+        }
+    }
+    return true;
+}
+
+/* 1 / rms of each token row, from the slices' sums of squares; ready once any tile is whole. */
+struct RowScale {
+    float of[MOST_ROWS];
+
+    /* By one warp. */
+    __device__ __forceinline__ void make(const Task& task, const float* squares, float eps) {
+        if (lane_index() < MOST_ROWS) {
+            float sum = 0.f;
+            for (int slice = 0; slice < task.slices; ++slice)
+                sum += __ldcg(squares + SQUARES * slice + lane_index());
+            of[lane_index()] = rsqrtf(sum / task.cols + eps);
+        }
+        __syncwarp();
+    }
+};
+
+/* In a cluster: the sum over all slices to the block whose tile it is, true there. A finishing warp talks
+ * only to its likes in the other blocks. One box a sender is enough: before a block sends to the same owner
+ * again, it has had that owner's sums for a tile of its own, which were sent after the box was read. */
+__device__ __forceinline__ bool exchange(const Task& task, int turn, float2* inbox, u64* arrived,
+                                         float2 (&v)[UNITS]) {
+    int owner = turn % task.slices;
+    float2* box = inbox + lane_index();
+    if (task.slice != owner) {
+        float2* to = map_shared(box, owner) + task.slice * UNITS * 32;
+#pragma unroll
+        for (int q = 0; q < UNITS; ++q) to[32 * q] = v[q];
+        __syncwarp();
+        if (lane_index() == 0) mbarrier_arrive_at(arrived, owner);
+        return false;
+    }
+    if (task.slices == 1) return true;
+    float2* mine = box + task.slice * UNITS * 32;
+#pragma unroll
+    for (int q = 0; q < UNITS; ++q) mine[32 * q] = v[q], v[q] = make_float2(0.f, 0.f);
+    mbarrier_wait_cluster(arrived, turn / task.slices & 1);
+#pragma unroll(1)
+    for (int slice = 0; slice < task.slices; ++slice)
+#pragma unroll
+        for (int q = 0; q < UNITS; ++q) {
+            float2 part = box[32 * (slice * UNITS + q)];
+            v[q].x += part.x, v[q].y += part.y;
+        }
+    return true;
+}
+
+/* sink.prepare(tile) may ask for what the end of a tile needs while its sums are not there yet; sink(tile, v)
+ * gets each tile once they are, sink.end() comes after the last. By one finishing warp. */
+template <bool IS_NORMED, class Sink>
+__device__ __forceinline__ void gather(const Task& task, const float2* sums, float2* inbox,
+                                       const float* unit_squares, float* squares, Barriers& barriers,
+                                       Sink& sink) {
+    int me = warp_index() - WARPS, ordinal = me;
+    for (int tile = task.first + me * task.step; tile < task.tiles; tile += FINISHERS * task.step) {
+        int set = ordinal & 1, turn = ordinal / FINISHERS;
+        const float2* from = sums + set * WARPS * UNITS * 32 + lane_index();
+        float2 v[UNITS];
+        if (is_owner(task, ordinal)) sink.prepare(tile);
+        mbarrier_wait(&barriers.full[ordinal % FULL_BARRIERS], ordinal / FULL_BARRIERS & 1);
+        if (IS_NORMED && turn == 0) {
+            mbarrier_wait(&barriers.late, 0);
+            keep_squares(task, unit_squares, squares);
+        }
+#pragma unroll
+        for (int q = 0; q < UNITS; ++q) v[q] = from[32 * q];
+#pragma unroll
+        for (int warp = 1; warp < WARPS; ++warp)
+#pragma unroll
+            for (int q = 0; q < UNITS; ++q) {
+                float2 part = from[32 * (warp * UNITS + q)];
+                v[q].x += part.x, v[q].y += part.y;
+            }
+        __syncwarp();
+        if (lane_index() == 0) mbarrier_arrive(&barriers.empty[set]);
+        ordinal += FINISHERS;
+        if (CLUSTER_MERGE &&
+            !exchange(task, turn, inbox + me * task.slices * UNITS * 32, &barriers.arrived[me], v))
+            continue;
+        sink(tile, v);
+    }
+    sink.end();
+}

@@ -1,0 +1,120 @@
+/* The token rows of the *_fast kernels: a block's slice of them goes to shared memory once.
+ * The work is cut in units of 128 k of all rows, which warps take in turn. The first units are laid by the
+ * streaming warps, which then start; where there are several finishing warps, they lay the rest meanwhile.
+ * Eight lanes of a store cover two rows of a chunk: 128 bytes on end, no bank conflicts. */
+#pragma once
+#include "skinny_task.cuh"
+
+constexpr int UNIT_CHUNKS = 4;
+/* A finishing warp lays at most so many units while others stream; at 32 rows that takes a register too many.
+ */
+constexpr int LATE_UNITS = FINISHERS > 1 && TOKEN_TILES < 4 ? 4 : 0;
+
+/* 8 activations from column k; zeros past the end. Aligned: 16 bytes at once. */
+template <bool IS_ALIGNED>
+__device__ __forceinline__ uint4 load_piece(const bf16* row, int k, int cols) {
+    if (IS_ALIGNED) return k < cols ? *(const uint4*)(row + k) : make_uint4(0, 0, 0, 0);
+    u32 bits[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) bits[i] = k + i < cols ? row[k + i].bits : 0;
+    return make_uint4(bits[0] | bits[1] << 16, bits[2] | bits[3] << 16, bits[4] | bits[5] << 16,
+                      bits[6] | bits[7] << 16);
+}
+
+/* Two activations times their scales; their squares are added to sum. */
+__device__ __forceinline__ u32 scale_pair(u32 pair, float scale_low, float scale_high, float& sum) {
+    float low = low_f32(pair), high = high_f32(pair);
+    sum += low * low;
+    sum += high * high;
+    return pack_bf16(low * scale_low, high * scale_high);
+}
+
+__device__ __forceinline__ uint4 scale_piece(uint4 v, const float (&scale)[8], float& sum) {
+    return make_uint4(scale_pair(v.x, scale[0], scale[1], sum), scale_pair(v.y, scale[2], scale[3], sum),
+                      scale_pair(v.z, scale[4], scale[5], sum), scale_pair(v.w, scale[6], scale[7], sum));
+}
+
+template <bool IS_ALIGNED>
+__device__ __forceinline__ void load_scale(const float* norm, int k, int cols, float (&scale)[8]) {
+    if (IS_ALIGNED && k < cols) {
+        float4 a = *(const float4*)(norm + k), b = *(const float4*)(norm + k + 4);
+        scale[0] = a.x, scale[1] = a.y, scale[2] = a.z, scale[3] = a.w;
+        scale[4] = b.x, scale[5] = b.y, scale[6] = b.z, scale[7] = b.w;
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) scale[i] = k + i < cols ? norm[k + i] : 0.f;
+}
+
+__device__ __forceinline__ int units_of(const Task& task) {
+    return (task.end - task.begin + UNIT_CHUNKS - 1) / UNIT_CHUNKS;
+}
+
+/* Units that the streaming warps lay before they start. */
+__device__ __forceinline__ int early_units(const Task& task) {
+    int units = units_of(task), rounds = max(1, (units - LATE_UNITS * FINISHERS + WARPS - 1) / WARPS);
+    return min(units, rounds * WARPS);
+}
+
+/* One unit by one warp: lane l has 8 k of the rows of parity l / 4 % 2. With a norm, tokens are multiplied by
+ * its scale and rounded; unit_squares gets each row's sum of squares before that. */
+template <bool IS_NORMED, bool IS_ALIGNED>
+__device__ __forceinline__ void lay_unit(const Task& task, const bf16* x, const int* pick, const float* norm,
+                                         int unit, unsigned char* tokens, float* unit_squares) {
+    int lane = lane_index(), odd = lane / 4 % 2;
+    int chunk = UNIT_CHUNKS * unit + lane / 8, k = 32 * (task.begin + chunk) + 8 * (lane % 4);
+    bool is_chunk = chunk < task.end - task.begin;
+    unsigned char* to = tokens + chunk * TOKEN_CHUNK + 64 * odd + 16 * (lane % 4);
+    constexpr int LOADS = !IS_ALIGNED ? 1 : TOKEN_TILES == 2 && !IS_NORMED ? 8 : 4;  // under way at once
+#pragma unroll(1)
+    for (int first = 0; first < MOST_ROWS / 2; first += LOADS) {
+        uint4 v[LOADS];
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i) {
+            int row = 2 * (first + i) + odd;
+            v[i] = make_uint4(0, 0, 0, 0);
+            if (row < task.rows && is_chunk)
+                v[i] = load_piece<IS_ALIGNED>(x + (size_t)(pick ? pick[row] : row) * task.cols, k, task.cols);
+        }
+        float scale[8];  // asked for after the tokens: it gets the registers of their addresses
+        if (IS_NORMED && is_chunk) load_scale<IS_ALIGNED>(norm, k, task.cols, scale);
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i) {
+            float sum = 0.f;
+            if (is_chunk) {
+                if (IS_NORMED) v[i] = scale_piece(v[i], scale, sum);
+                *(uint4*)(to + 128 * (first + i)) = v[i];
+            }
+            if (!IS_NORMED) continue;
+            sum += __shfl_xor_sync(FULL_WARP, sum, 1);  // over the 16 lanes of its parity
+            sum += __shfl_xor_sync(FULL_WARP, sum, 2);
+            sum += __shfl_xor_sync(FULL_WARP, sum, 8);
+            sum += __shfl_xor_sync(FULL_WARP, sum, 16);
+            if (lane == 4 * odd) unit_squares[MOST_ROWS * unit + 2 * (first + i) + odd] = sum;
+        }
+    }
+}
+
+/* Units begin, + step ... < end, by one warp. pick: which rows of x, null: all. */
+template <bool IS_NORMED>
+__device__ __forceinline__ void lay_units(const Task& task, const bf16* x, const int* pick, const float* norm,
+                                          int begin, int end, int step, unsigned char* tokens,
+                                          float* unit_squares) {
+    for (int unit = begin; unit < end; unit += step)
+        if (task.cols % 8)
+            lay_unit<IS_NORMED, false>(task, x, pick, norm, unit, tokens, unit_squares);
+        else
+            lay_unit<IS_NORMED, true>(task, x, pick, norm, unit, tokens, unit_squares);
+}
+
+/* This slice's sums of squares by row, units in order: all blocks of a slice write the same bits. The root
+ * scales the finished sums (RowScale). */
+__device__ __forceinline__ void keep_squares(const Task& task, const float* unit_squares, float* squares) {
+    if (lane_index() < MOST_ROWS) {
+        float sum = 0.f;
+        for (int unit = 0; unit < units_of(task); ++unit)
+            sum += unit_squares[MOST_ROWS * unit + lane_index()];
+        __stcg(squares + SQUARES * task.slice + lane_index(), sum);
+    }
+    __syncwarp();
+}
