@@ -70,7 +70,7 @@ def configs(shape, positions):
     return target, drafter
 
 
-def random_engine(ops, shape, ctx, seed=0, chunk=256):
+def random_engine(ops, shape, ctx, seed=0, chunk=None):
     """An Engine of a named shape with random weights on the backend of `ops`. Returns (Engine, seconds of loading)."""
     import time
 
@@ -93,7 +93,7 @@ def random_engine(ops, shape, ctx, seed=0, chunk=256):
     seconds = time.perf_counter() - since
     engine = Engine(
         ops=ops, target=big, drafter=small, tokenizer=None, stop_ids=frozenset(), target_name=shape,
-        drafter_name=shape + "-drafter", ctx=ctx, chunk=chunk, load_s=seconds,
+        drafter_name=shape + "-drafter", ctx=ctx, chunk=chunk or min(ops.prefill_chunk, ctx), load_s=seconds,
     )  # fmt: skip
     return engine, seconds
 

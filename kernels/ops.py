@@ -12,6 +12,7 @@ import numpy as np
 from .table import ROWS
 from .weight import Weight
 
+PREFILL_CHUNK = 256  # prompt tokens in one pass, where a backend has no number of its own
 DTYPES = {"i32": np.int32, "f32": np.float32}
 
 
@@ -33,6 +34,7 @@ class Ops:
         self.activations = backend.activations
         self.array, self.upload, self.download = backend.array, backend.upload, backend.download
         self.weight = backend.weight
+        self.prefill_chunk = getattr(backend, "prefill_chunk", PREFILL_CHUNK)
         self._recording = None
         self._for_prefill = None
 

@@ -53,15 +53,16 @@ class Engine:
 
 
 def load(
-    target="default", drafter=..., backend="auto", activations=None, ctx=None, prefill_chunk=256, revision=None,
+    target="default", drafter=..., backend="auto", activations=None, ctx=None, prefill_chunk=None, revision=None,
     offline=False, device=0, progress=None, warm=True, **backend_options,
 ):  # fmt: skip
     """Open a checkpoint pair and put it on a backend.
 
     target, drafter: folder, Hugging Face id, "default"; drafter None decodes plainly; left out it is the embedded
     one for the embedded target, else None. backend: as kernels.ops. ctx: positions a run may use, default what the
-    models allow and memory holds. progress: None or progress(label, done, total). warm: compile the kernels now,
-    timed as jit_s, not in the first run. Returns an Engine. Errors: UserError, with .hint. Source: engine.md 4-6.
+    models allow and memory holds. prefill_chunk: prompt tokens in one pass, default the backend's. progress: None or
+    progress(label, done, total). warm: compile the kernels now, timed as jit_s, not in the first run. Returns an
+    Engine. Errors: UserError, with .hint. Source: engine.md 4-6.
     """
     from minidflash.kernels import open_ops
     from minidflash.weights import names, open_checkpoint
@@ -71,7 +72,8 @@ def load(
     begun = time.perf_counter()
     if drafter is ...:
         drafter = "default" if target == "default" else None
-    if isinstance(prefill_chunk, bool) or not isinstance(prefill_chunk, int) or prefill_chunk < 1:
+    is_count = isinstance(prefill_chunk, int) and not isinstance(prefill_chunk, bool)
+    if prefill_chunk is not None and not (is_count and prefill_chunk >= 1):
         raise UserError(f"prefill chunk is {prefill_chunk!r}, need a whole number from 1 up")
     # First: what cannot run here need not be fetched.
     ops = open_ops(backend, activations, device, **backend_options)
@@ -87,6 +89,7 @@ def load(
     tokenizer = open_tokenizer(files.folder)
     limit = context_length(config, draft_config, ctx)
     weights = weight_bytes(bound) + (weight_bytes(draft_bound) if draft_bound else 0)
+    prefill_chunk = prefill_chunk or min(ops.prefill_chunk, limit)
     ctx = ctx or fitting_context(ops, config, draft_config, limit, weights, prefill_chunk)
     check_fit(ops, config, draft_config, ctx, weights, prefill_chunk)
     block = draft_config.block if draft_config else 1

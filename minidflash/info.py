@@ -107,8 +107,9 @@ def pair(args):
         weights += weight_bytes(bound)
     ops = open_ops(args.backend, args.activations)
     limit = context_length(target, drafter, args.ctx)
-    ctx = args.ctx or fitting_context(ops, target, drafter, limit, weights, args.prefill_chunk)
-    memory = {"weights": weights, **needed(ops, target, drafter, ctx, args.block, args.prefill_chunk)}
+    chunk = args.prefill_chunk or min(ops.prefill_chunk, limit)
+    ctx = args.ctx or fitting_context(ops, target, drafter, limit, weights, chunk)
+    memory = {"weights": weights, **needed(ops, target, drafter, ctx, args.block, chunk)}
     found["memory"] = {
         "ctx": ctx, "limit": limit, "backend": ops.name, "activations": ops.activations, "bytes": memory, "total": sum(memory.values()),
     }  # fmt: skip

@@ -88,8 +88,8 @@ def add_how(parser, max_tokens=None):
                            help="rows of the block the target verifies; 1 drafts nothing (default auto: the fastest)")  # fmt: skip
     group.add_argument("--block", metavar="N", type=whole(1, WIDEST),
                        help=f"tokens in a drafted block, the anchor counted, up to {WIDEST} (default: as trained)")  # fmt: skip
-    group.add_argument("--prefill-chunk", metavar="N", type=whole(1), default=256,
-                       help="prompt tokens in one pass; changes no result (default %(default)s)")  # fmt: skip
+    group.add_argument("--prefill-chunk", metavar="N", type=whole(1),
+                       help="prompt tokens in one pass; changes no result (default 256, on cuda 2048)")  # fmt: skip
     return group
 
 

@@ -10,7 +10,10 @@
  * Truth:  oracle.py attend. */
 #include "attend_pieces.cuh"
 
-#ifndef EARLY  // keys older than this launch's rows are asked for before the kernel ahead has ended
+/* 1: positions and the keys before this launch's rows are read before the kernel ahead has ended. Only where
+ * that kernel waits before it lets this one start (skinny.cuh with EARLY_LAUNCH does not) and writes neither.
+ */
+#ifndef EARLY
 #define EARLY 0
 #endif
 
