@@ -14,8 +14,9 @@ class Shape:
     """How one call is cut. rows: T. Tuning: cluster, terms, early as the macros; splits: units a row at most."""
 
     def __init__(self, rows, heads, groups, size, slots, sms, is_windowed=False, group=None, cluster=CLUSTER, terms=TERMS,
-                 early=0, steps=4, splits=None):  # fmt: skip
+                 early=0, steps=None, splits=None):  # fmt: skip
         self.size, self.ratio, self.groups, self.cluster = size, heads // groups, groups, cluster
+        steps = steps or (8 if size == 64 else 4)  # 64 keys a step: 7 % faster, but spills with heads of 128
         # A set ends where its slot does: the rows of a slot are taken in equal parts.
         width = rows // slots if rows % slots == 0 else rows
         self.most = (

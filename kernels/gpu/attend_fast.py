@@ -10,8 +10,11 @@ COUNTERS, RECORDS = 4096, 512  # as in attend_plan.cuh
 MOST_ROWS, LEAF, CHAIN, SPAN = 128, 128, 4, 16
 LEVEL_AT = 3 * MOST_ROWS  # i32 of the records that says what a unit was
 TERMS = 2  # bf16 numbers a probability: one keeps 8 bits of it, two 16
-ONE_LAUNCH = False  # whether attend_cluster.py takes the row; its bits differ
-MERGE_ROWS = 8  # up to so many rows times query heads of a kv head, the last block of a set merges its pieces
+# Head sizes that attend_cluster.py takes; its bits differ. Measured on an H100, us a call in a chain, 1 and 16 rows at
+# 512 and 2,048 keys: heads of 64, one launch 6.6 7.7 8.6 9.3, two 8.9 11.3 11.9 12.6; heads of 128 at 2,048 keys and 16
+# rows, one launch 24.4, two 19.7.
+ONE_LAUNCH = (64,)
+MERGE_ROWS = 0  # up to so many rows times query heads the last block merges; a second launch is faster: 12.6 against 19.0
 
 
 def work_size(backend):
@@ -21,8 +24,8 @@ def work_size(backend):
 
 def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, work, o, one_launch=None,
            **tuning):  # fmt: skip
-    """Row `attend` of the table; None declines. one_launch: default ONE_LAUNCH. tuning: of `Shape`, for benchmarks."""
-    if ONE_LAUNCH if one_launch is None else one_launch:
+    """Row `attend` of the table; None declines. one_launch: default by ONE_LAUNCH. tuning: of `Shape`, for benchmarks."""
+    if q.shape[2] in ONE_LAUNCH if one_launch is None else one_launch:
         args = q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, work, o
         return attend_cluster.attend(backend, *args, **tuning)
     if backend.activations != "bf16":

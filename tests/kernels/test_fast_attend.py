@@ -68,7 +68,7 @@ def call(ops, case, slots_of_work=None, **tuning):
     device_work, o = ops.array(work.shape, "f32"), ops.array((T, H, K), "A")
     ops.upload(device_work, work)
     ops.upload(o, np.full((T, H, K), 0x7FC0, np.uint16))
-    assert attend_fast.attend(backend, *put(ops, case), device_work[:count], o, **tuning)
+    assert attend_fast.attend(backend, *put(ops, case), device_work[:count], o, one_launch=False, **tuning)
     after = ops.download(device_work)
     assert not after[: attend_fast.COUNTERS].view(np.uint32).any(), "a counter is not zero"
     assert np.isnan(after[count:]).all(), "written behind the workspace"
@@ -218,7 +218,9 @@ def test_dependent_launch_reads_nothing_early(ops, rng, monkeypatch, merge_rows)
     ops.upload(q, case["q"])
     work, rest = workspace(ops, case), put(ops, case)[1:]
     for source_q, target in ((q, o), (o, again)):
-        attend_fast.attend(ops.backend, source_q, *rest, work, target, merge_rows=merge_rows)
+        attend_fast.attend(
+            ops.backend, source_q, *rest, work, target, one_launch=False, merge_rows=merge_rows
+        )
     assert_same_bits(ops.download(o), first)
     assert_same_bits(ops.download(again), second)
 
