@@ -19,6 +19,7 @@ from minidflash import drafter as draft
 from minidflash import target as verifier
 from minidflash.loop import device_ids, one_round, prefill
 from minidflash.request import Request, release, reserve
+from minidflash.sampling import Sampling
 
 
 def copy_bandwidth(ops):
@@ -82,6 +83,14 @@ def parts(engine, s, context, repeat):
     found["inject"] = timed(lambda: draft.inject_fresh(ops, engine.drafter, s), 10)
     found["plain_round"] = timed(lambda: one_round(engine, s, False, 1, False), 10)
     found["round_16"] = timed(lambda: one_round(engine, s, True, s.block, True), 5)
+    warm, filtered = {"temperature": 0.7}, {"temperature": 0.7, "top_p": 0.9}
+    for name, law in {
+        "sampled": warm,
+        "sampled_top_p": filtered,
+        "sampled_top_k": filtered | {"top_k": 50},
+    }.items():
+        Sampling.of(law).place(ops, s, 0)
+        found[f"round_16_{name}"] = timed(lambda: one_round(engine, s, True, s.block, True, "drawn"), 5)
     found["round_16_with_host"] = timed(lambda: one_round(engine, s, True, s.block, True), 1)
     return found
 

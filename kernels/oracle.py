@@ -148,6 +148,82 @@ def head(x, pick, norm, eps, w, limit, ids, work):
         ids[r] = np.argmax(np.where(np.isnan(logits), -np.inf, logits))
 
 
+MASS = 2.0**43  # of the likeliest id: integers, so that no sum of masses depends on its order
+GREEDY_BELOW = float(np.float32(1e-5))  # temperatures from 0 to here name the likeliest id
+
+
+def masses(logits, temperature, top_k, top_p, min_p):
+    """Integer mass of every id under the filtered law: round(2^43 p / p of the likeliest), 0 for what a filter drops.
+
+    Filters in transformers' order; each keeps the first ids by falling logit, of equal ones the smallest id first.
+    top_k: so many (0: all). top_p: those before which less than this share of what top_k left has passed (1: all).
+    min_p: those with at least this share of the likeliest's probability. logits: (V,) float64 without NaN.
+    """
+    best = logits.max()
+    with np.errstate(over="ignore", invalid="ignore"):
+        mass = np.floor(np.exp(np.where(logits == best, 0.0, (logits - best) / temperature)) * MASS + 0.5)
+    order = np.lexsort((np.arange(len(logits)), -logits))
+    if top_k:
+        order = order[:top_k]
+    if top_p < 1:
+        ranked = mass[order].astype(np.uint64)
+        through = np.cumsum(ranked)
+        order = order[through - ranked < np.uint64(np.ceil(top_p * float(through[-1])))]
+    kept = np.zeros(len(logits), np.uint64)
+    kept[order] = mass[order]
+    kept[kept < np.uint64(np.ceil(min_p * MASS))] = 0
+    return kept
+
+
+def philox(key, counter):
+    """Philox 4x32-10: 4 random u32 from a key of 2 and a counter of 4. Source: Salmon et al. 2011."""
+    (a, b), (c0, c1, c2, c3), low = key, counter, 0xFFFFFFFF
+    for _ in range(10):
+        first, second = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        c0, c1, c2, c3 = (second >> 32) ^ c1 ^ a, second & low, (first >> 32) ^ c3 ^ b, first & low
+        a, b = (a + 0x9E3779B9) & low, (b + 0xBB67AE85) & low
+    return c0, c1, c2, c3
+
+
+def sample(x, pick, slot, pos, norm, eps, w, limit, key, law, ids, logprob, work):
+    """ids[r] = a draw from the filtered law of (W n(x[r]))[:limit]; of two laws its log-probability, where asked for.
+
+    key[n]: seed (low, high word), number of the sample, top_k. law[n]: temperature, top_p, min_p. The random number is
+    a function of seed, sample and the position that the drawn token will have, pos + 1: not of the round that draws.
+    It picks the first id, ids ascending, whose running sum of masses exceeds it. Temperatures below 1e-5 name the
+    smallest argmax; so does a row without a finite or infinite maximum. logprob[r]: of the filtered law, and of the
+    model's own (temperature 1, no filter, ids below the limit). Logits are rounded to f32 first, as in head.
+    """
+    for r in pick:
+        if pos[r] < 0:
+            continue
+        logits = (
+            linear(rmsnorm(real(x[r]), norm, eps), matrix(w))[:limit].astype(np.float32).astype(np.float64)
+        )
+        logits[np.isnan(logits)] = -np.inf
+        low, high, number, top_k = (int(v) & 0xFFFFFFFF for v in key[slot[r]])
+        temperature, top_p, min_p = (float(v) for v in law[slot[r]])
+        best = int(np.argmax(logits))
+        if logits[best] == -np.inf:
+            ids[r] = 0
+            if logprob is not None:
+                logprob[r] = -np.inf
+            continue
+        kept = np.zeros(limit, np.uint64)
+        kept[best] = MASS
+        if temperature >= GREEDY_BELOW:
+            kept = masses(logits, temperature, top_k, top_p, min_p)
+        through = np.cumsum(kept)
+        high_bits, low_bits = philox((low, high), (int(pos[r]) + 1, number, 0, 0))[:2]
+        drawn = (high_bits << 32 | low_bits) * int(through[-1]) >> 64
+        ids[r] = np.searchsorted(through, drawn, side="right")
+        if logprob is not None:
+            every = float(masses(logits, 1.0, 0, 1.0, 0.0).sum()) / MASS
+            filtered = np.log(float(kept[ids[r]]) / float(through[-1]))
+            below = 0.0 if logits[ids[r]] == logits[best] else logits[ids[r]] - logits[best]
+            logprob[r] = filtered, below - np.log(every)
+
+
 def head_logits(x, norm, eps, w, work):
     """logits = W n(x): (T, V)."""
     return np.stack([linear(rmsnorm(real(row), norm, eps), matrix(w)) for row in x])

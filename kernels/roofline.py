@@ -21,6 +21,7 @@ FUSED = {
     "linear_add": "product -> bias, residual -> tap",
     "gate_up": "norm -> gate, up -> SwiGLU",
     "head": "final norm -> head -> argmax, logits never stored",
+    "sample": "final norm -> head | filters -> draw, logits in the workspace",
     "head_logits": "final norm -> head",
     "fuse": "fc -> hidden norm",
     "inject": "K, V of all drafter layers -> k norm, rotation -> append to the caches",

@@ -121,7 +121,9 @@ def arguments(ops, row):
             given[arg.name] = ops.weight([part])
             continue
         given[arg.name] = buffer = ops.array(shape, arg.type)
-        if arg.type == "i32":
+        if arg.name in special and arg.type == "f32":
+            ops.upload(buffer, np.resize(np.asarray(special[arg.name], np.float32), shape))
+        elif arg.type == "i32":
             ops.upload(buffer, np.resize(np.asarray(special.get(arg.name, 0), np.int32), shape))
         elif arg.name != "work" and arg not in row.outputs:
             values = rng.standard_normal(shape).astype(np.float32)
@@ -139,4 +141,5 @@ def _special(sizes):
         "ids": rows, "pos": rows + 3, "begin": rows + 3, "end": rows + 4, "tap_row": rows[::-1], "pick": rows,
         "drafts": [0, 1, 2, 9, 9], "choice": [1, 2, 3, 4, 5], "stop": [99], "start": [7], "anchor": [11],
         "fresh": [2], "left": [9], "fill": [0, 21, 22, 23, 24],
+        "key": [11, 0, 0, 9], "law": [0.8, 0.9, 0.02],
     }  # fmt: skip

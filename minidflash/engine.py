@@ -14,13 +14,17 @@ from .fit import check_fit, fitting_context, weight_bytes
 
 @dataclass
 class Model:
-    """A config with its weights on the backend. layers: one dict a layer. tables: cos, sin (P, J) in f32."""
+    """A config with its weights on the backend. layers: one dict a layer. tables: cos, sin (P, J) in f32.
+
+    ids: a target chooses ids below this: what its tokenizer knows, so that no padding row of a head is ever drawn.
+    """
 
     config: Any
     weights: dict
     layers: list
     tables: tuple
     nbytes: int
+    ids: int
 
 
 @dataclass
@@ -28,7 +32,7 @@ class Engine:
     """A loaded target, perhaps with a drafter. One run at a time (`is_busy`); load two for two threads.
 
     ctx: positions a run may use. state and programs are made by the first run. propose: the calls that fill
-    state.drafts; a test may put a replay there. is_interrupted: set it while a run goes on, from a signal handler
+    state.drafts; a test may put a replay there. can_sample: a first draw has compiled what it needs. is_interrupted: set it while a run goes on, from a signal handler
     or another thread, and the run ends after its round. Source: engine.md 6.
     """
 
@@ -50,6 +54,7 @@ class Engine:
     schedule: Any = None
     is_busy: bool = False
     is_interrupted: bool = False
+    can_sample: bool = False
 
 
 def load(
@@ -94,6 +99,8 @@ def load(
     check_fit(ops, config, draft_config, ctx, weights, prefill_chunk)
     block = draft_config.block if draft_config else 1
     model = build(ops, config, bound, ctx + max(block, 64), progress)
+    if tokenizer:
+        model.ids = min(model.ids, max(1, tokenizer.vocab_size))
     if "head" not in model.weights:
         model.weights["head"] = model.weights["embed"]
     draft_model = None
@@ -167,7 +174,7 @@ def build(ops, config, bound, positions, progress=None):
             layer["k_norm"] = weights["k_norm"][i]
             if "kv_bias" in weights:
                 layer["kv_bias"] = weights["kv_bias"][i * rows : (i + 1) * rows]
-    return Model(config, weights, layers, rope_tables(ops, config, positions), nbytes)
+    return Model(config, weights, layers, rope_tables(ops, config, positions), nbytes, config.vocab)
 
 
 def vector(ops, parts):

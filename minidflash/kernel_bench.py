@@ -103,6 +103,7 @@ def arguments(ops, row, shape, rows, context, like=None):
         "eps": 1e-6, "scale": shape["K"] ** -0.5, "window": 0, "causal": 1, "limit": sizes["V"], "tap_at": 0,
         "ids": where % sizes["V"], "pos": where, "begin": where, "end": where + 1, "tap_row": np.arange(rows) % BLOCK,
         "pick": np.arange(rows), "left": 1000, "start": context, "stop": -1,
+        "law": [0.7, 0.9, 0.0],
     }  # fmt: skip
     if row.name == "embed":
         values["scale"] = 1.0
@@ -118,7 +119,7 @@ def arguments(ops, row, shape, rows, context, like=None):
             found.append(like[i])
         elif arg.dims is None:
             found.append(values[arg.name])
-        elif arg.optional and arg.name.endswith("bias"):
+        elif arg.optional and arg.name.endswith(("bias", "logprob")):
             found.append(None)
         else:
             found.append(_buffer(ops, arg, tuple(expected(dim, sizes) for dim in arg.dims), values, rng))
@@ -129,6 +130,8 @@ def _buffer(ops, arg, dims, values, rng):
     buffer = ops.array(dims, arg.type)
     if arg.type == "i32":
         ops.upload(buffer, np.resize(np.asarray(values.get(arg.name, 0), np.int32), dims))
+    elif arg.name in values:
+        ops.upload(buffer, np.resize(np.asarray(values[arg.name], np.float32), dims))
     elif arg.name != "work":  # the workspace's counters stay zero
         numbers = rng.standard_normal(dims, np.float32)
         is_half = arg.type == "A" and ops.activations == "bf16"

@@ -44,54 +44,66 @@ def finish(engine, request, rounds, timing, reason=None):
         setattr(memory, name, value)
     timing.load_s, timing.jit_s = engine.load_s, engine.jit_s
     return Result.of(
-        rounds, request.block if request.drafts else None, reason, timing, memory, prompt_tokens=len(request.ids),
+        rounds, request.block if request.drafts else None, reason, timing, memory, samples=request.sampling.samples, prompt_tokens=len(request.ids),
         backend=engine.ops.name, activations=engine.ops.activations, machine=machine_of(engine.ops), target=engine.target_name,
         drafter=engine.drafter_name if request.drafts else None, options=request.options,
     )  # fmt: skip
 
 
 def rounds_of(engine, request, timing):
-    """The loop. Everything a round does happens in the calls of `one_round`; the host reads one record."""
-    ops, texts = engine.ops, RoundText(engine.tokenizer, request.stop)
+    """The prompt once, then every sample's rounds."""
+    RoundText(engine.tokenizer, request.stop)  # what it refuses is refused before anything runs
     if request.max_tokens == 0:
         return
     s = reserve(engine, request)
     try:
         start_schedule(engine, s, request)
         begun = time.perf_counter()
-        prefill(engine, s, request)
-        record = ops.download(s.record)[0]
+        firsts = prefill(engine, s, request)
         timing.prefill_s = timing.ttft_s = time.perf_counter() - begun
-        reason = REASONS[int(record[2])]
-        first = Round([int(record[3])], seconds=timing.prefill_s, finish_reason=reason)
-        yield from texts.push(first, reason is not None)
-        waiting, committed = 0, 1  # context features not injected yet, as s.fresh says; tokens of the run
-        while reason is None and not (texts.is_stopped or engine.is_interrupted):
-            since = time.perf_counter()
-            width = engine.schedule.choose(request)
-            is_injecting = request.drafts and (width > 1 or waiting == s.block)
-            injected = waiting if is_injecting else None
-            program(engine, s, request.drafts, width, is_injecting).launch()
-            record = ops.download(s.record)[0]
-            drafts = record[3 + s.block + 1 : 3 + s.block + width].tolist()
-            seconds = time.perf_counter() - since
-            emitted, accepted, why = (int(v) for v in record[:3])
-            waiting, committed = emitted if is_injecting else waiting + emitted, committed + emitted
-            engine.schedule.learn(width, accepted, emitted, seconds)
-            timing.decode_s += seconds
-            reason = REASONS[why]
-            if os.environ.get("MINIDFLASH_CHECK") == "1":
-                check(engine, s, request, record, committed, injected)
-            tokens = record[3 : 3 + emitted].tolist()
-            yield from texts.push(
-                Round(tokens, None, drafts, accepted, width, seconds, reason), reason is not None
-            )
-        yield from texts.finish()
+        for number, first in enumerate(firsts):
+            if not engine.is_interrupted:
+                yield from sample_rounds(engine, s, request, timing, number, first)
     finally:
         release(engine)
 
 
-def one_round(engine, s, drafts, width, is_injecting):
+def sample_rounds(engine, s, request, timing, number, first):
+    """The loop. Everything a round does happens in the calls of `one_round`; the host reads one record."""
+    ops, texts, is_scored = engine.ops, RoundText(engine.tokenizer, request.stop), request.sampling.logprobs
+    begin(engine, s, request, number, first)
+    record = ops.download(s.record)[0]
+    reason = REASONS[int(record[2])]
+    seconds = 0.0 if number else timing.prefill_s
+    begun = Round([int(record[3])], seconds=seconds, finish_reason=reason, sample=number, logprobs=first[1])
+    yield from texts.push(begun, reason is not None)
+    waiting, committed = 0, 1  # context features not injected yet, as s.fresh says; tokens of the sample
+    while reason is None and not (texts.is_stopped or engine.is_interrupted):
+        since = time.perf_counter()
+        width = engine.schedule.choose(request)
+        is_injecting = request.drafts and (width > 1 or waiting == s.block)
+        injected = waiting if is_injecting else None
+        program(engine, s, request, width, is_injecting).launch()
+        record = ops.download(s.record)[0]
+        drafts = record[3 + s.block + 1 : 3 + s.block + width].tolist()
+        emitted, accepted, why = (int(v) for v in record[:3])
+        logprobs = ops.download(s.logprob[:emitted]).tolist() if is_scored else None
+        seconds = time.perf_counter() - since
+        waiting, committed = emitted if is_injecting else waiting + emitted, committed + emitted
+        engine.schedule.learn(width, accepted, emitted, seconds)
+        timing.decode_s += seconds
+        reason = REASONS[why]
+        if os.environ.get("MINIDFLASH_CHECK") == "1":
+            check(engine, s, request, record, committed, injected)
+        tokens = record[3 : 3 + emitted].tolist()
+        yield from texts.push(
+            Round(tokens, None, drafts, accepted, width, seconds, reason, number, logprobs),
+            reason is not None,
+        )
+    yield from texts.finish()
+
+
+def one_round(engine, s, drafts, width, is_injecting, choice="likeliest"):
     """The fixed list of kernel calls of a round (engine.md 2): inject, draft, verify, accept, commit, next anchor.
 
     A plain round lets its context feature wait (at most B do) and the next drafting round injects them together:
@@ -103,23 +115,35 @@ def one_round(engine, s, drafts, width, is_injecting):
     if width > 1:
         picked = [n * s.block + i for n in range(s.slots) for i in range(1, width)]
         engine.propose(ops, engine, s, device_ids(ops, picked))
-    verifier.verify(ops, engine.target, s, width, taps, device_ids(ops, range(s.slots * width)))
+    verifier.verify(ops, engine.target, s, width, taps, device_ids(ops, range(s.slots * width)), choice)
     ops.accept(
         s.drafts, s.choice[: s.slots * width], s.stop, s.start, s.anchor, s.fresh, s.left, s.done, s.record
     )
 
 
-def program(engine, s, drafts, width, is_injecting):
-    """The recorded round of this kind; recorded once, replayed from then on."""
-    key = drafts, width, is_injecting
+def program(engine, s, request, width, is_injecting):
+    """The recorded round of this kind; recorded once, replayed from then on: seed and law lie on the device."""
+    key = request.drafts, width, is_injecting, request.sampling.choice
     if key not in engine.programs:
         engine.programs[key] = engine.ops.program(lambda: one_round(engine, s, *key))
     return engine.programs[key]
 
 
 def start_schedule(engine, s, request):
-    """A new text for the schedule; the first `auto` on these buffers measures what rounds cost (part of jit_s)."""
+    """A new text for the schedule; the first `auto` on these buffers measures what rounds cost (part of jit_s).
+
+    So is the first draw of an engine: kernels that only sampling needs are compiled then.
+    """
     engine.schedule.begin()
+    if request.sampling.choice != "likeliest" and not engine.can_sample:
+        since = time.perf_counter()
+        request.sampling.place(engine.ops, s, 0)
+        engine.ops.upload(s.rows.pos[:1], np.zeros(1, np.int32))
+        row = s.rows.first(1), device_ids(engine.ops, [0]), s.choice[:1]
+        verifier.choose(engine.ops, engine.target, s, *row, "scored")
+        engine.ops.download(s.choice[:1])
+        engine.can_sample = True
+        engine.jit_s += time.perf_counter() - since
     if request.verify != "auto" or engine.schedule.seconds:
         return
     since = time.perf_counter()
@@ -127,7 +151,7 @@ def start_schedule(engine, s, request):
     def launch(width):
         for buffer, value in ((s.start, 0), (s.fresh, 0), (s.left, 2 * s.block), (s.done, 0), (s.anchor, 0)):
             engine.ops.upload(buffer, np.array([value], np.int32))
-        program(engine, s, request.drafts, width, width > 1).launch()
+        program(engine, s, request, width, width > 1).launch()
         engine.ops.download(s.record)
 
     engine.schedule.measure(launch)
@@ -135,7 +159,10 @@ def start_schedule(engine, s, request):
 
 
 def prefill(engine, s, request):
-    """Run the prompt in chunks, inject every chunk's features, choose and commit the first token."""
+    """Run the prompt in chunks, inject every chunk's features, choose the first token of every sample.
+
+    Returns a list of (token, its logprobs as in Round) for `begin`.
+    """
     ops, ids, total = engine.ops.for_prefill, request.ids, len(request.ids)
     taps = engine.drafter.config.taps if request.drafts else ()
     for first in range(0, total, s.chunk):
@@ -150,13 +177,24 @@ def prefill(engine, s, request):
         verifier.forward(ops, engine.target, s, rows, taps)
         if taps:
             draft.inject(ops, engine.drafter, s, s.taps[:count], rows.slot, rows.pos)
-    last = s.rows.first(count)
-    verifier.choose(ops, engine.target, s, last, device_ids(ops, [count - 1]), s.choice[:count])
-    for buffer, value in ((s.start, total - 1), (s.left, request.max_tokens), (s.done, 0), (s.fresh, 0)):
+    last, pick, law, firsts = s.rows.first(count), device_ids(ops, [count - 1]), request.sampling, []
+    for number in range(law.samples):
+        law.place(ops, s, number)
+        verifier.choose(ops, engine.target, s, last, pick, s.choice[:count], law.choice)
+        logprobs = ops.download(s.logprob[count - 1 : count]).tolist() if law.logprobs else None
+        firsts.append((int(ops.download(s.choice[count - 1 : count])[0]), logprobs))
+    return firsts
+
+
+def begin(engine, s, request, number, first):
+    """Start sample `number` behind the prompt: commit its first token. Rows of an earlier sample are overwritten."""
+    ops, start = engine.ops, len(request.ids) - 1
+    request.sampling.place(ops, s, number)
+    for buffer, value in (
+        (s.start, start), (s.left, request.max_tokens), (s.done, 0), (s.fresh, 0), (s.choice[:1], first[0])
+    ):  # fmt: skip
         ops.upload(buffer, np.array([value], np.int32))
-    ops.accept(
-        s.drafts, s.choice[count - 1 : count], s.stop, s.start, s.anchor, s.fresh, s.left, s.done, s.record
-    )
+    ops.accept(s.drafts, s.choice[:1], s.stop, s.start, s.anchor, s.fresh, s.left, s.done, s.record)
     ops.upload(s.fresh, np.zeros(1, np.int32))  # the prompt's features are all injected
 
 

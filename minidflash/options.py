@@ -6,11 +6,6 @@ import math
 from .errors import UserError
 
 BACKENDS = ("auto", "oracle", "numba", "emulate", "cuda")
-# What sampling flags mean when left out; another value is a wish for a feature, which may not be built.
-SAMPLING = {
-    "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0, "samples": 1, "accept": "match",
-    "logprobs": False,
-}  # fmt: skip
 
 
 class Parser(argparse.ArgumentParser):
@@ -116,7 +111,7 @@ def add_talk(parser):
 
 
 def add_sampling(parser):
-    """The sampling group. A wish that is not built is refused by `refuse_unbuilt`."""
+    """The sampling group; sampling.py says what its flags mean together."""
     group = parser.add_argument_group("sampling")
     group.add_argument("--temperature", metavar="F", type=real(0, math.inf, "a number from 0 up"), default=0.0,
                        help="0: always the likeliest token (default 0)")  # fmt: skip
@@ -137,14 +132,13 @@ def add_sampling(parser):
 
 
 def sampling_wishes(args):
-    """The sampling flags whose value is not the default, as keywords. Errors: UserError for one not built."""
-    from .request import NOT_BUILT
+    """The sampling flags whose value is not the default, as keywords. Errors: UserError for what cannot be meant."""
+    from .sampling import OPTIONS, Sampling
 
-    wishes = {name: getattr(args, name) for name, usual in SAMPLING.items() if getattr(args, name) != usual}
-    for name in wishes:
-        if name in NOT_BUILT:
-            flag = "--" + name.replace("_", "-")
-            raise UserError(f"{flag} is not built yet: only greedy decoding is", f"leave out {flag}")
+    wishes = {name: getattr(args, name) for name, usual in OPTIONS.items() if getattr(args, name) != usual}
+    if args.logprobs and not (args.json or args.trace):
+        raise UserError("--logprobs has no place in plain text", "add --json or --trace FILE")
+    Sampling.of(wishes)
     return wishes
 
 

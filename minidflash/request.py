@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from . import sampling
 from .errors import UserError
 from .schedule import Schedule
 from .state import make_state
@@ -11,13 +12,15 @@ WIDEST = 64  # widest block; above what the drafter was trained on acceptance fa
 OPTIONS = {
     "max_tokens": 256, "stop": (), "ignore_eos": False, "block": None, "verify": "auto", "raw": False, "system": None,
     "template_args": None, "drafter": True,
-}  # fmt: skip
-NOT_BUILT = ("temperature", "top_k", "top_p", "min_p", "seed", "samples", "accept", "logprobs")
+} | sampling.OPTIONS  # fmt: skip
 
 
 @dataclass
 class Request:
-    """Checked. ids: the prompt. drafts: whether the drafter takes part. verify: rows a round, or "auto"."""
+    """Checked. ids: the prompt. drafts: whether the drafter takes part. verify: rows a round, or "auto".
+
+    sampling: how tokens are chosen.
+    """
 
     ids: list
     max_tokens: int
@@ -26,17 +29,17 @@ class Request:
     block: int
     verify: int | str
     drafts: bool
+    sampling: sampling.Sampling
     options: dict
 
     @classmethod
     def of(cls, engine, prompt, given):
         """Check keywords and prompt. Errors: TypeError for an unknown keyword, UserError for a bad value."""
-        for name, value in given.items():
-            if name in NOT_BUILT and value not in (None, 0, 0.0, False):
-                raise UserError(f"{name} is not built yet: only greedy decoding is", f"leave out {name}")
-            if name not in OPTIONS and name not in NOT_BUILT:
+        for name in given:
+            if name not in OPTIONS:
                 raise TypeError(f"unknown keyword {name!r}; known: {', '.join(OPTIONS)}")
-        o = OPTIONS | {name: value for name, value in given.items() if name in OPTIONS}
+        o = OPTIONS | given
+        law = sampling.Sampling.of(given)
         drafts = engine.drafter is not None and o["drafter"] is True
         trained = engine.drafter.config.block if drafts else 1
         block = _count(o, "block", trained, 1, WIDEST) if drafts else 1
@@ -54,7 +57,7 @@ class Request:
                 "raise --ctx or lower --max-tokens",
             )
         return cls(ids, max_tokens, tuple(o["stop"]) if not isinstance(o["stop"], str) else o["stop"],
-                   bool(o["ignore_eos"]), block, verify, drafts, dict(given))  # fmt: skip
+                   bool(o["ignore_eos"]), block, verify, drafts, law, dict(given))  # fmt: skip
 
 
 def _count(options, name, default, low, high):

@@ -9,6 +9,7 @@ from .errors import UserError
 from .options import load_keywords, sampling_wishes
 from .terminal import Interrupt, Progress, is_terminal, say, write
 
+BETWEEN = "\n\n"  # two samples
 EXAMPLE = 'minidflash generate "Why is the sky blue?"'
 
 
@@ -41,7 +42,11 @@ def generate(args, interrupt=None):
 
         interrupt.engine = None  # nothing is generated any more: the next Ctrl-C ends at once
         say("\n".join(stats_lines(result, rounds, round_costs(engine, request), engine.ctx)))
-    return 130 if result.finish_reason == "interrupted" else 0
+    return (
+        130
+        if "interrupted" in {result.finish_reason, (result.samples or [{}])[-1].get("finish_reason")}
+        else 0
+    )
 
 
 def read_prompt(args):
@@ -137,13 +142,17 @@ def run(engine, request, args, interrupt, trace=None):
             if trace:
                 trace.write(r, engine.tokenizer)
             if is_streaming:
-                write(shown(r.text, r.tokens, is_first=len(rounds) == 1))
+                is_first = len(rounds) == 1 or rounds[-2].sample != r.sample
+                write(BETWEEN * (is_first and r.sample > 0) + shown(r.text, r.tokens, is_first))
     except KeyboardInterrupt:  # before the first token
         interrupt.count = max(1, interrupt.count)
-    is_cut = interrupt.count and not (rounds and rounds[-1].finish_reason)
+    is_whole = rounds and rounds[-1].finish_reason and rounds[-1].sample == request.sampling.samples - 1
+    is_cut = interrupt.count and not is_whole
     result = finish(engine, request, rounds, timing, "interrupted" if is_cut else None)
     if not args.json and request.max_tokens:
-        write(("" if is_streaming else shown(result.text, result.tokens)) + "\n")
+        told = result.samples or [{"text": result.text, "tokens": result.tokens}]
+        texts = [shown(one["text"], one["tokens"]) for one in told]
+        write(("" if is_streaming else BETWEEN.join(texts)) + "\n")
     return rounds, result
 
 

@@ -45,7 +45,7 @@ class State:
 
     start: position of the anchor = rows in the target's cache. fresh: context features that wait for injection, at most B.
     left: tokens the slot may still emit. done: 0, or why it ended (oracle.STOPPED, OUT_OF_BUDGET).
-    drafts: [N, B]; column 0 is not used. record: what accept tells the host.
+    drafts: [N, B]; column 0 is not used. record: what accept tells the host. key, law, logprob: as in the row sample.
     """
 
     slots: int
@@ -62,6 +62,9 @@ class State:
     drafts: Any
     choice: Any
     record: Any
+    key: Any
+    law: Any
+    logprob: Any
     rows: Rows
     draft_rows: Rows | None
     context_slot: Any
@@ -117,7 +120,8 @@ def make_state(ops, target, drafter, stop_ids, slots, ctx, block, chunk):
     }
     return State(
         slots, ctx, block, chunk, **i32, stop=stop, masks=masks, drafts=drafts, choice=ops.array((count,), "i32"),
-        record=ops.array((slots, 2 * block + 3), "i32"), rows=rows, draft_rows=draft_rows,
+        record=ops.array((slots, 2 * block + 3), "i32"), key=ops.array((slots, 4), "i32"),
+        law=ops.array((slots, 3), "f32"), logprob=ops.array((count, 2), "f32"), rows=rows, draft_rows=draft_rows,
         context_slot=ops.array((wide,), "i32"), context_pos=ops.array((wide,), "i32"), taps=taps, features=features,
         cache_k=cache_k, cache_v=cache_v, drafter_k=drafter_k, drafter_v=drafter_v, work=work, memory=memory,
     )  # fmt: skip

@@ -12,7 +12,9 @@ class Round:
     tokens: ids committed by it, after stop and budget cuts. text: what they add to the text, None without a
     tokenizer; a character still incomplete comes with a later round. drafted: the drafts that were verified
     (v - 1 ids). accepted: how many of them verification kept, before stop and budget cuts. verify: v, the
-    rows verified. seconds: wall time. finish_reason: on a run's last round why it ended, else None.
+    rows verified. seconds: wall time. finish_reason: on a run's last round why it ended, else None. sample: which
+    of several answers to one prompt. logprobs: where asked for, a pair for each token: its log-probability under
+    the law that it was drawn from, and under the model's own (temperature 1, no filter).
 
     The first item of a stream is the token that prefill chose: drafted == [], verify == 0. Plain decoding
     yields one token a round with drafted == [], verify == 1. Source: engine.md 2 and 5.
@@ -25,6 +27,8 @@ class Round:
     verify: int = 0
     seconds: float = 0.0
     finish_reason: str | None = None
+    sample: int = 0
+    logprobs: list | None = None
 
 
 @dataclass
@@ -112,7 +116,8 @@ class Result:
     or "interrupted". rounds: tokens committed by each verify round; the prefill's token is not in it, so
     1 + sum(rounds) == len(tokens) unless tokens is empty; [] for plain decoding. prompt_tokens: count.
     machine: one line. target, drafter: names as loaded, drafter None for plain decoding. options: what the
-    run was asked for. Source: engine.md 5.
+    run was asked for. samples: None, or with --samples N every answer: text, tokens, finish_reason, rounds (and
+    logprobs); the first is the one told here. logprobs: None, or as in Round. Source: engine.md 5.
     """
 
     text: str | None
@@ -129,29 +134,33 @@ class Result:
     target: str
     drafter: str | None
     options: dict
+    samples: list | None = None
+    logprobs: list | None = None
 
     @classmethod
-    def of(cls, rounds, block, finish_reason=None, timing=None, memory_bytes=None, **facts):
+    def of(cls, rounds, block, finish_reason=None, timing=None, memory_bytes=None, samples=1, **facts):
         """Gather a run's rounds.
 
         rounds: list of Round as streamed. block: B, None for plain decoding. finish_reason: None takes the
-        last round's, else "length". timing.tokens_per_s is filled in where it is None. facts: prompt_tokens,
+        last round's, else "length". samples: how many answers. timing.tokens_per_s is filled in where it is None, over
+        all of them. facts: prompt_tokens,
         backend, activations, machine, target, drafter, options. Returns Result. Errors: TypeError for a
         missing or unknown fact. Source: engine.md 5.
         """
-        tokens = [token for r in rounds for token in r.tokens]
-        texts = [r.text for r in rounds]
+        answers = [
+            [r for r in rounds if r.sample == i] for i in range(rounds[-1].sample + 1 if rounds else 1)
+        ]
+        decoded = sum(len(r.tokens) for r in rounds) - len(answers)
         timing = timing or Timing()
-        if timing.tokens_per_s is None and len(tokens) > 1 and timing.decode_s > 0:
-            timing.tokens_per_s = (len(tokens) - 1) / timing.decode_s
+        if timing.tokens_per_s is None and decoded > 0 and timing.decode_s > 0:
+            timing.tokens_per_s = decoded / timing.decode_s
+        told = [answer(of_one, block, finish_reason if of_one is answers[-1] else None) for of_one in answers]
         return cls(
-            text=None if None in texts else "".join(texts),
-            tokens=tokens,
-            finish_reason=finish_reason or (rounds[-1].finish_reason if rounds else None) or "length",
-            rounds=[len(r.tokens) for r in verify_rounds(rounds, block)],
-            stats=Stats.of(rounds, block),
+            **told[0],
+            stats=Stats.of(answers[0], block),
             timing=timing,
             memory_bytes=memory_bytes or Memory(),
+            samples=told if samples > 1 else None,
             **facts,
         )
 
@@ -160,6 +169,7 @@ class Result:
 
         Returns dict of plain JSON values, keys in engine.md's order. Errors: none. Source: engine.md 5.
         """
+        extra = {"samples": self.samples, "logprobs": self.logprobs}
         return {
             "schema": SCHEMA,
             "text": self.text,
@@ -176,7 +186,21 @@ class Result:
             "target": self.target,
             "drafter": self.drafter,
             "options": self.options,
-        }
+        } | {name: value for name, value in extra.items() if value is not None}
+
+
+def answer(rounds, block, finish_reason=None):
+    """One sample's text, tokens, finish_reason, rounds, and logprobs if it has them, as a dict. Arguments as Result.of."""
+    texts = [r.text for r in rounds]
+    told = {
+        "text": None if None in texts else "".join(texts),
+        "tokens": [int(token) for r in rounds for token in r.tokens],
+        "finish_reason": finish_reason or (rounds[-1].finish_reason if rounds else None) or "length",
+        "rounds": [len(r.tokens) for r in verify_rounds(rounds, block)],
+    }
+    if any(r.logprobs is not None for r in rounds):
+        told["logprobs"] = [pair for r in rounds for pair in r.logprobs or []]
+    return told
 
 
 def verify_rounds(rounds, block):

@@ -18,13 +18,22 @@ def forward(ops, model, s, rows, taps):
         )  # fmt: skip
 
 
-def choose(ops, model, s, rows, pick, ids):
-    """ids[r] = the target's greedy token after row r, for r in pick (i32[M] on the device)."""
+def choose(ops, model, s, rows, pick, ids, choice):
+    """ids[r] = the target's token after row r, for r in pick (i32[M] on the device).
+
+    choice: "likeliest"; "drawn", by s.key and s.law; or "scored": drawn, with its log-probabilities in s.logprob.
+    """
     w, config = model.weights, model.config
-    ops.head(rows.x, pick, w["norm"], config.eps, w["head"], config.vocab, ids, s.work)
+    if choice == "likeliest":
+        ops.head(rows.x, pick, w["norm"], config.eps, w["head"], model.ids, ids, s.work)
+        return
+    logprob = s.logprob[: len(ids)] if choice == "scored" else None
+    ops.sample(
+        rows.x, pick, rows.slot, rows.pos, w["norm"], config.eps, w["head"], model.ids, s.key, s.law, ids, logprob, s.work
+    )  # fmt: skip
 
 
-def verify(ops, model, s, width, taps, all_rows):
+def verify(ops, model, s, width, taps, all_rows, choice="likeliest"):
     """Verify pass: [anchor, drafts[1..width-1]] of every slot; s.choice gets the target's token after each row."""
     rows = s.rows.first(s.slots * width)
     ops.stage(
@@ -41,4 +50,4 @@ def verify(ops, model, s, width, taps, all_rows):
         rows.tap_row,
     )
     forward(ops, model, s, rows, taps)
-    choose(ops, model, s, rows, all_rows, s.choice[: s.slots * width])
+    choose(ops, model, s, rows, all_rows, s.choice[: s.slots * width], choice)

@@ -140,6 +140,7 @@ class RoundText:
         ready = []
         for round in self.finish():
             round.tokens, round.text = round.tokens[:tokens], round.text[:chars]
+            round.logprobs = round.logprobs and round.logprobs[:tokens]
             tokens, chars = tokens - len(round.tokens), chars - len(round.text)
             last = round
             if round.tokens:

@@ -15,7 +15,8 @@ class Trace:
     """A trace file being written, as a context manager. path: where; an older file there is replaced.
 
     A line: round (0: prefill's token), ids, drafts (ids verified), accepted (drafts kept, before stop and budget
-    cuts), verify (rows), seconds, text, finish_reason, and with a tokenizer id_texts and draft_texts.
+    cuts), verify (rows), seconds, text, finish_reason, with a tokenizer id_texts and draft_texts, from the second
+    sample on sample, and logprobs where they were asked for.
     Errors: UserError when it cannot be written.
     """
 
@@ -38,6 +39,10 @@ class Trace:
             "round": self._count, "ids": r.tokens, "drafts": r.drafted, "accepted": r.accepted, "verify": r.verify,
             "seconds": r.seconds, "text": r.text, "finish_reason": r.finish_reason,
         }  # fmt: skip
+        if r.sample:
+            line["sample"] = r.sample
+        if r.logprobs is not None:
+            line["logprobs"] = r.logprobs
         if tokenizer is not None:
             line["id_texts"] = [tokenizer.decode([i]) for i in r.tokens]
             line["draft_texts"] = [tokenizer.decode([i]) for i in r.drafted]

@@ -2,7 +2,7 @@
 
 import time
 
-from .loop import prefill, program
+from .loop import begin, prefill, program
 from .request import Request, release, reserve
 
 NOT_COMPILED = (
@@ -28,10 +28,11 @@ def warm_up(engine, progress=None):
     s = reserve(engine, request)
     try:
         show(label, 0, total)
-        prefill(engine, s, request)
+        (first,) = prefill(engine, s, request)
+        begin(engine, s, request, 0, first)
         for done, width in enumerate(widths):
             show(label, 1 + done, total)
-            program(engine, s, request.drafts, width, width > 1).launch()
+            program(engine, s, request, width, width > 1).launch()
         engine.ops.download(s.record)
         show(label, total, total)
     finally:

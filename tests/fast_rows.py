@@ -12,7 +12,14 @@ from tests.cases import check, run
 from tests.conftest import parameters
 
 C, C_NORMED = 16, 2**15
-ROLES = {"embed": "embed", "gate_up": "gate_up", "head": "head", "head_logits": "head", "fuse": "fc"}
+ROLES = {
+    "embed": "embed",
+    "gate_up": "gate_up",
+    "head": "head",
+    "sample": "head",
+    "head_logits": "head",
+    "fuse": "fc",
+}
 ROWS = [name for name in fast.FAST if name != "attend"]
 PRODUCTS = [name for name in ROWS if name != "embed"]
 on_gpu_backends = pytest.mark.parametrize("ops", parameters(["emulate", "cuda"], ["bf16"]), indirect=True)

@@ -148,7 +148,7 @@ def test_f72_time_is_split(tmp_path):
 
 @pytest.mark.parametrize("name, value", [
     ("max_tokens", -1), ("max_tokens", 1.5), ("max_tokens", True), ("max_tokens", "9"), ("verify", 0), ("verify", -3),
-    ("verify", "all"), ("block", 65), ("temperature", 0.7), ("temperature", -1.0), ("top_k", 3), ("samples", 2),
+    ("verify", "all"), ("block", 65), ("temperature", "0.7"), ("temperature", -1.0), ("top_k", 3), ("samples", 2),
 ])  # fmt: skip
 def test_f74_bad_numbers_are_one_line(tmp_path, name, value):
     with pytest.raises(UserError) as error:

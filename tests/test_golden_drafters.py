@@ -94,7 +94,8 @@ def test_inside_of_two_drafter_calls(ops, pair):
     request = Request.of(engine, ids, {"max_tokens": ROUNDS_TOKENS, "block": 8, "verify": 8})
     s = reserve(engine, request)
     try:
-        loop.prefill(engine, s, request)
+        (first,) = loop.prefill(engine, s, request)
+        loop.begin(engine, s, request, 0, first)
         compare_call(engine, s, g, 0, len(ids))
         loop.one_round(engine, s, True, 8, True)
         emitted = int(ops.download(s.record)[0, 0])

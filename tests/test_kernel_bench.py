@@ -18,7 +18,9 @@ def test_every_row_has_arguments_bytes_and_words(name):
     getattr(ops, name)(*args)
     moved, flops = traffic(name, args, 40)
     assert moved > 0 and name in FUSED
-    assert (flops > 0) == (name in ("qkv", "attend", "linear_add", "gate_up", "head", "head_logits", "fuse", "inject"))
+    assert (flops > 0) == (
+        name in ("qkv", "attend", "linear_add", "gate_up", "head", "sample", "head_logits", "fuse", "inject")
+    )
 
 
 def test_bytes_of_a_product_are_the_weights_and_the_rows():

@@ -13,7 +13,7 @@ import numpy as np
 from ..host import HostBackend, aligned_zeros, widen
 from ..table import ROWS
 from ..weight import TILE, Weight
-from . import tiles
+from . import sample, tiles
 from .attend import CHUNK
 
 _LOCK = threading.Lock()
@@ -37,6 +37,7 @@ class NumbaBackend(HostBackend):
         super().__init__(activations)
         self.threads = threads or numba.get_num_threads()
         self.none_f, self.none_i = np.zeros(0, np.float32), np.zeros(0, np.int32)
+        self.none_pairs = np.zeros((0, 2), np.float32)
         self.none_a = np.zeros((0, 0), self.array(0, "A").dtype)
         self.ones = np.ones(CHUNK, np.float32)
         for name in ROWS:
@@ -73,7 +74,8 @@ class NumbaBackend(HostBackend):
     def work_size(self, rows, cols, outputs):
         """Workspace elements (f32) for a kernel of `rows` token rows, `cols` inputs, `outputs` outputs."""
         whole = -(-rows // 16) * 16
-        return whole * (cols + outputs + 4 * TILE) + self.threads * (CHUNK + 2 * cols)
+        share = max(CHUNK + 2 * cols, sample.scratch(outputs) + 4 * TILE)
+        return whole * (cols + outputs + 4 * TILE) + self.threads * share
 
 
 def _as(array, dtype):

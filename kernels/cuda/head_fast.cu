@@ -1,5 +1,6 @@
 /* head_fast: ids[pick[r]] = the smallest argmax of (W n(x[pick[r]]))[:limit].
- * head_logits_fast: W n(x) itself, in f32: the same product, so that ids are its argmax bit for bit.
+ * head_logits_fast: W n(x) itself, of all rows without pick, in f32: the same product, so that ids are its
+ * argmax bit for bit, and what sample draws from.
  * Grid:   skinny.cuh with one slice. The head's logits never reach memory: each block keeps the best of its
  *         tiles, the last block compares the blocks.
  * Moves:  V*D*2 bytes; bound by HBM.
@@ -106,11 +107,11 @@ struct KeepLogits {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
-    head_logits_fast(const u16* w, const bf16* x, const float* norm, float* logits, float* work, float eps,
-                     int rows, int outputs, int cols) {
+    head_logits_fast(const u16* w, const bf16* x, const int* pick, const float* norm, float* logits,
+                     float* work, float eps, int rows, int outputs, int cols) {
     __shared__ RowScale scale;
     int tiles = (outputs + 15) / 16;
     Task task = make_task(rows, cols, tiles, 1);
     KeepLogits sink{task, scale, work, logits, eps, outputs, false};
-    skinny<true>(task, Weights{cols, w}, x, nullptr, norm, work, sink);
+    skinny<true>(task, Weights{cols, w}, x, pick, norm, work, sink);
 }

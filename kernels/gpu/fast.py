@@ -25,7 +25,7 @@ number of multiprocessors.
 import numpy as np
 
 from ..weight import TILE, Weight
-from . import attend_fast, split
+from . import attend_fast, plain, split
 
 COUNTERS = 4096  # as in kernels/gpu/__init__.py, which imports this file
 PAIRED = "packed pairs"  # a tile holds 8 gate rows and the 8 up rows that go with them
@@ -170,15 +170,29 @@ def head(backend, x, pick, norm, eps, w, limit, ids, work):
     return launch(backend, "head_fast.cu", "head_fast", tiles, cut, w.cols, len(pick), args)
 
 
-def head_logits(backend, x, norm, eps, w, work, logits):
+def sample(backend, x, pick, slot, pos, norm, eps, w, limit, key, law, ids, logprob, work):
     if w.layout != "packed":
         return None
+    at, count = COUNTERS + split.SQUARES, len(pick)
+    logits = work[at : at + count * w.rows].reshape(count, w.rows)
+    if count and _logits(backend, x, pick, norm, eps, w, work, logits):
+        plain.draw(backend, logits, pick, slot, pos, limit, key, law, ids, logprob, w.rows)
+    return True
+
+
+def head_logits(backend, x, norm, eps, w, work, logits):
+    return None if w.layout != "packed" else _logits(backend, x, None, norm, eps, w, work, logits)
+
+
+def _logits(backend, x, pick, norm, eps, w, work, logits):
+    """logits[i] = head of row i of x, of row pick[i] when given."""
     cut, tiles = split.choose(w.rows, w.cols, backend.sms, whole=True), tiles_of(w.rows)
 
     def args(here, count):
-        return [w.data, x[here], norm, logits[here], work[COUNTERS:], eps, count, w.rows, w.cols]
+        rows = (x[here], None) if pick is None else (x, pick[here])
+        return [w.data, *rows, norm, logits[here], work[COUNTERS:], eps, count, w.rows, w.cols]
 
-    return launch(backend, "head_fast.cu", "head_logits_fast", tiles, cut, w.cols, len(x), args)
+    return launch(backend, "head_fast.cu", "head_logits_fast", tiles, cut, w.cols, len(logits), args)
 
 
 def fuse(backend, taps, w, norm, eps, work, f):
@@ -222,5 +236,16 @@ def inject(backend, f, wkv, kv_bias, k_norm, eps, cos, sin, slot, pos, cache_k, 
 # row of the table -> function(backend, *args) -> True, or None to decline
 FAST = {
     function.__name__: function
-    for function in (embed, qkv, attend_fast.attend, linear_add, gate_up, head, head_logits, fuse, inject)
+    for function in (
+        embed,
+        qkv,
+        attend_fast.attend,
+        linear_add,
+        gate_up,
+        head,
+        sample,
+        head_logits,
+        fuse,
+        inject,
+    )
 }

@@ -103,6 +103,21 @@ def head(backend, x, pick, norm, eps, w, limit, ids, work):
     backend.launch("head.cu", "head", len(pick), 256, 0, [y, pick, ids, limit, w.rows])
 
 
+def sample(backend, x, pick, slot, pos, norm, eps, w, limit, key, law, ids, logprob, work):
+    if not len(pick):
+        return
+    laid, y = _laid(backend, x, pick, norm, eps, work)
+    _linear(backend, w, laid, "f32", y, w.rows)
+    draw(backend, y, pick, slot, pos, limit, key, law, ids, logprob, w.rows)
+
+
+def draw(backend, logits, pick, slot, pos, limit, key, law, ids, logprob, stride):
+    """The end of sample: ids from the picked rows' logits. How many threads take part does not show in them."""
+    threads = 1024 if limit > 4096 else 128
+    args = [logits, pick, slot, pos, key, law, ids, logprob, limit, stride]
+    backend.launch("sample.cu", "sample", len(pick), threads, 0, args)
+
+
 def head_logits(backend, x, norm, eps, w, work, logits):
     laid, _ = _laid(backend, x, None, norm, eps, work)
     _linear(backend, w, laid, "f32", logits, w.rows)

@@ -49,6 +49,19 @@ def make(name, rng, activations, weights):
     if name == "head":
         ids = {"limit": V, "ids": np.zeros(T, np.int32)}
         return {"x": make.a(T, D), "pick": np.arange(T, dtype=np.int32), **norm, "w": make.w(V, D), **ids}, {}
+    if name == "sample":
+        law = np.array([[1.0, 1.0, 0.0], [0.8, 0.9, 0.05]], np.float32)
+        key = np.array([[3, 1, 0, 0], [3, 1, 0, 40]], np.int32)
+        where = {
+            "pick": np.arange(T, dtype=np.int32),
+            "slot": slot,
+            "pos": pos,
+            "limit": V,
+            "key": key,
+            "law": law,
+        }
+        out = {"ids": np.zeros(T, np.int32), "logprob": np.zeros((T, 2), np.float32)}
+        return {"x": make.a(T, D), **where, **norm, "w": make.w(V, D), **out}, {}
     if name == "head_logits":
         return {"x": make.a(T, D), **norm, "w": make.w(V, D)}, {}
     if name == "fuse":

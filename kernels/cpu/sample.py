@@ -1,0 +1,227 @@
+"""sample: a draw from the filtered law of each picked row's logits. oracle.py says the law. Moves: the weights.
+
+Nothing is sorted: the last id that a filter keeps is found from sums of integer masses over 2048 bins of logits, then
+by bisection inside one bin. Sums of integers are exact, so neither their order nor the threads show in a draw.
+"""
+
+import numba
+import numpy as np
+
+from .jit import jit
+from .scalar import F, exp
+from .tiles import lay_tokens, matmul
+from .vector import bits_from_f32, row_max
+
+MASS = 2.0**43
+BINS, BINS_A_UNIT = 2048, 64  # bins of (best - logit) / temperature, the last one open
+GREEDY_BELOW = F(1e-5)
+LOW = np.uint64(0xFFFFFFFF)
+
+
+def scratch(outputs):
+    """f32 of workspace a thread: 2048 sums of 64 bits, a list of ids, masses."""
+    return 2 * BINS + 2 * outputs + 48
+
+
+@jit
+def _order(logit):
+    """A number that orders as the logit does; -0 and 0 are one."""
+    bits = np.int64(bits_from_f32(logit + F(0.0)))
+    return 0xFFFFFFFF - bits if bits & 0x80000000 else bits + 0x80000000
+
+
+@jit
+def _depth(logit, best, temperature):
+    """(logit - best) / temperature, from 0 down to -80, below which there is no mass."""
+    z = F(0.0) if logit == best else (logit - best) / temperature
+    return z if z > F(-80.0) else F(-80.0)
+
+
+@jit
+def _bin(logit, best, temperature):
+    return np.int64(min(_depth(logit, best, temperature) * F(-BINS_A_UNIT), F(BINS - 1)))
+
+
+@jit
+def _weigh(logits, best, temperature, mass):
+    """mass[n] = round(2^43 e^depth): whole numbers, exact in f32."""
+    for n in range(len(logits)):
+        mass[n] = np.floor(exp(_depth(logits[n], best, temperature)) * F(MASS) + F(0.5))
+
+
+@jit
+def _drop(logits, cut, last, mass):
+    """No mass for what lies behind (cut, last), by falling logit and rising id."""
+    for n in range(len(logits)):
+        is_kept = logits[n] > cut or (logits[n] == cut and n <= last)
+        mass[n] = mass[n] if is_kept else F(0.0)
+
+
+@jit
+def _drop_light(least, mass):
+    for n in range(len(mass)):
+        mass[n] = mass[n] if mass[n] >= least else F(0.0)
+
+
+@jit
+def _sums(mass, sums, step):
+    """Masses of every `step` ids, into sums; returns all of it."""
+    total = np.int64(0)
+    for at in range((len(mass) + step - 1) // step):
+        part, chunk = np.int64(0), mass[at * step : (at + 1) * step]
+        for n in range(len(chunk)):
+            part += np.int64(chunk[n])
+        sums[at] = part
+        total += part
+    return total
+
+
+@jit
+def _last_kept(logits, best, temperature, mass, need, is_count, floor, bins, ids):
+    """(logit, id) of the first element, by falling logit and rising id, with which the sum of parts reaches `need`.
+
+    A part is 1 (is_count) or the mass. floor: what has less mass cannot be the answer.
+    """
+    bins[:] = 0
+    for n in range(len(logits)):
+        if mass[n] >= floor:
+            bins[_bin(logits[n], best, temperature)] += np.int64(1) if is_count else np.int64(mass[n])
+    before, at = np.int64(0), 0
+    while at < BINS - 1 and before + bins[at] < need:
+        before += bins[at]
+        at += 1
+    count, low, high = 0, np.int64(1) << 32, np.int64(-1)
+    for n in range(len(logits)):
+        if _bin(logits[n], best, temperature) == at:
+            ids[count] = n
+            count += 1
+            low, high = min(low, _order(logits[n])), max(high, _order(logits[n]))
+    while low < high:  # the largest order from which on up the sum reaches what is needed
+        middle = low + (high - low + 1) // 2
+        total = before
+        for i in range(count):
+            n = ids[i]
+            if _order(logits[n]) >= middle:
+                total += np.int64(1) if is_count else np.int64(mass[n])
+        if total >= need:
+            low = middle
+        else:
+            high = middle - 1
+    for i in range(count):
+        n = ids[i]
+        if _order(logits[n]) > low:
+            before += np.int64(1) if is_count else np.int64(mass[n])
+    last = 0
+    for i in range(count):
+        n = ids[i]
+        if _order(logits[n]) == low and before < need:
+            last = n
+            before += np.int64(1) if is_count else np.int64(mass[n])
+    return logits[last], last
+
+
+@jit
+def _philox(low, high, position, number):
+    """64 random bits. Source: Salmon et al. 2011, Philox 4x32-10."""
+    c0, c1, c2, c3 = np.uint64(position), np.uint64(number), np.uint64(0), np.uint64(0)
+    a, b = np.uint64(low), np.uint64(high)
+    for _ in range(10):
+        first, second = np.uint64(0xD2511F53) * c0, np.uint64(0xCD9E8D57) * c2
+        c0, c1 = (second >> np.uint64(32)) ^ c1 ^ a, second & LOW
+        c2, c3 = (first >> np.uint64(32)) ^ c3 ^ b, first & LOW
+        a, b = (a + np.uint64(0x9E3779B9)) & LOW, (b + np.uint64(0xBB67AE85)) & LOW
+    return c0, c1
+
+
+@jit
+def _scaled(high, low, total):
+    """floor(random * total / 2^64) of the random number high * 2^32 + low."""
+    shift, upper, lower = np.uint64(32), np.uint64(total) >> np.uint64(32), np.uint64(total) & LOW
+    a, b = high * lower, low * upper
+    carry = ((low * lower) >> shift) + (a & LOW) + (b & LOW)
+    return np.int64(high * upper + (a >> shift) + (b >> shift) + (carry >> shift))
+
+
+@jit
+def _word(value):
+    return np.uint64(np.int64(value) & np.int64(0xFFFFFFFF))
+
+
+@jit
+def _find(mass, sums, step, drawn):
+    """The first id whose running sum of masses exceeds `drawn`."""
+    at = 0
+    while drawn >= sums[at]:
+        drawn -= sums[at]
+        at += 1
+    n = at * step
+    while drawn >= np.int64(mass[n]):
+        drawn -= np.int64(mass[n])
+        n += 1
+    return n
+
+
+@jit
+def _draw(logits, key, law, position, logprob, bins, ids, mass):
+    """One row's id. logprob: (2,) to fill, or empty."""
+    count = len(logits)
+    for n in range(count):
+        logits[n] = logits[n] if logits[n] == logits[n] else F(-np.inf)
+    best = row_max(logits, 0, count)
+    if not best > F(-3.4e38):
+        logprob[:] = F(-np.inf)
+        return 0
+    temperature, top_p, top_k = law[0], np.float64(law[1]), np.int64(key[3])
+    step = max(256, (count + BINS - 1) // BINS)
+    found, share = 0, 1.0
+    if temperature < GREEDY_BELOW:
+        while logits[found] != best:
+            found += 1
+    else:
+        _weigh(logits, best, temperature, mass)
+        if 0 < top_k < count:
+            cut, last = _last_kept(logits, best, temperature, mass, top_k, True, F(0.0), bins, ids)
+            _drop(logits, cut, last, mass)
+        if top_p < 1.0:
+            need = np.int64(np.ceil(top_p * np.float64(_sums(mass, bins, step))))
+            # All that weighs less than the floor weighs less than what top_p leaves over: the answer lies above it.
+            floor = F((1.0 - top_p) * MASS / count * 0.5)
+            cut, last = _last_kept(logits, best, temperature, mass, need, False, floor, bins, ids)
+            _drop(logits, cut, last, mass)
+        if law[2] > F(0.0):
+            _drop_light(law[2] * F(MASS), mass)
+        total = _sums(mass, bins, step)
+        high, low = _philox(_word(key[0]), _word(key[1]), position + 1, _word(key[2]))
+        found = _find(mass, bins, step, _scaled(high, low, total))
+        share = np.float64(mass[found]) / np.float64(total)
+    if len(logprob):
+        logprob[0] = np.log(share)
+        _weigh(logits, best, F(1.0), mass)
+        every = np.float64(_sums(mass, bins, step)) / MASS
+        logprob[1] = (0.0 if logits[found] == best else logits[found] - best) - np.log(every)
+    return found
+
+
+@jit(parallel=True)
+def _run(x, pick, slot, pos, norm, eps, w, limit, key, law, ids, logprob, work, threads):
+    rows = lay_tokens(x, pick, norm, eps, work, threads)
+    y_at, ld = rows * x.shape[1], w.shape[0] * 16
+    matmul(w, rows, work, y_at, ld, threads)
+    free, room = (y_at + rows * ld + 15) // 16 * 16, (limit + 15) // 16 * 16
+    for thread in numba.prange(threads):
+        at = free + np.int64(thread) * (2 * BINS + 2 * room)
+        bins, at = work[at : at + 2 * BINS].view(np.int64), at + 2 * BINS
+        listed, mass = work[at : at + limit].view(np.int32), work[at + room : at + room + limit]
+        for i in range(len(pick) * thread // threads, len(pick) * (thread + 1) // threads):
+            r = np.int64(pick[i])
+            if pos[r] >= 0:
+                begin = y_at + np.int64(i) * ld
+                n, mine = slot[r], logprob[r] if len(logprob) else logprob[:0].reshape(-1)
+                logits = work[begin : begin + limit]
+                ids[r] = _draw(logits, key[n], law[n], np.int64(pos[r]), mine, bins, listed, mass)
+
+
+def sample(backend, x, pick, slot, pos, norm, eps, w, limit, key, law, ids, logprob, work):
+    if len(pick):
+        logprob = backend.none_pairs if logprob is None else logprob
+        _run(x, pick, slot, pos, norm, eps, w.data, limit, key, law, ids, logprob, work, backend.threads)

@@ -1,0 +1,93 @@
+"""How the target's token is chosen: the checked sampling options, and what of them lies on the device."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from .errors import UserError
+
+GREEDY_BELOW = 1e-5  # as in kernels/oracle.py: a temperature from 0 to here means the likeliest token
+OPTIONS = {
+    "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0, "samples": 1, "accept": "match",
+    "logprobs": False,
+}  # fmt: skip
+NOT_BUILT = ("accept",)  # with another value than the default
+LARGEST = 3e38  # of f32, about: a hotter law is as flat
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Checked. A draw belongs to (seed, sample, position), so it does not matter which round makes it.
+
+    Sample-and-match: the target's own draw at every position decides, and drafts that equal it are kept. So the text
+    is drawn from the target's filtered law, whatever the drafter, and is the same without one.
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    samples: int
+    logprobs: bool
+
+    @classmethod
+    def of(cls, given):
+        """Check keywords; absent or None is the default. Errors: UserError naming the option."""
+        o = OPTIONS | {name: value for name, value in given.items() if name in OPTIONS and value is not None}
+        if o["accept"] not in ("match", "reject"):
+            raise UserError(f"accept is {o['accept']!r}", "there is match")
+        for name in NOT_BUILT:
+            if o[name] != OPTIONS[name]:
+                raise UserError(
+                    f"--{name} {o[name]} is not built yet: drafts are accepted by match",
+                    f"leave out --{name}",
+                )
+        temperature = _real(o, "temperature", lambda t: t >= 0, "a number from 0 up")
+        if given.get("temperature") is None:
+            for name in ("top_k", "top_p", "min_p", "seed", "samples"):
+                if o[name] != OPTIONS[name]:
+                    flag = "--" + name.replace("_", "-")
+                    raise UserError(
+                        f"{flag} has no effect at temperature 0", f"leave out {flag}, or give --temperature"
+                    )
+        return cls(
+            temperature,
+            _whole(o, "top_k", 0, 2**31 - 1),
+            _real(o, "top_p", lambda p: 0 < p <= 1, "a number above 0, at most 1"),
+            _real(o, "min_p", lambda p: 0 <= p <= 1, "a number from 0 to 1"),
+            _whole(o, "seed", 0, 2**64 - 1),
+            _whole(o, "samples", 1, 2**31 - 1),
+            bool(o["logprobs"]),
+        )
+
+    @property
+    def choice(self):
+        """How target.choose chooses."""
+        if self.logprobs:
+            return "scored"
+        return "drawn" if self.temperature >= GREEDY_BELOW else "likeliest"
+
+    def place(self, ops, s, number):
+        """Write key and law of sample `number` to the state, for every slot."""
+        words = np.array([self.seed & 0xFFFFFFFF, self.seed >> 32, number, self.top_k], np.uint32)
+        law = np.array([min(self.temperature, LARGEST), self.top_p, self.min_p], np.float32)
+        law[1] = max(law[1], np.finfo(np.float32).tiny)  # the likeliest token stays
+        ops.upload(s.key, np.tile(words.view(np.int32), (s.slots, 1)))
+        ops.upload(s.law, np.tile(law, (s.slots, 1)))
+
+
+def _whole(options, name, low, high):
+    value = options[name]
+    if isinstance(value, bool) or not hasattr(value, "__index__") or not low <= int(value) <= high:
+        raise UserError(f"{name.replace('_', '-')} is {value!r}, need a whole number from {low} to {high}")
+    return int(value)
+
+
+def _real(options, name, is_good, needed):
+    value = options[name]
+    is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or not is_good(value):
+        raise UserError(f"{name.replace('_', '-')} is {value!r}, need {needed}")
+    return float(value)

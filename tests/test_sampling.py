@@ -1,0 +1,347 @@
+"""Sampling: the target's filtered law exactly, and for a seed the same text with any drafter and with none.
+
+Sample-and-match: the target's own draw at each position decides. The laws are known: pair FX-S of automaton.py.
+"""
+
+import itertools
+import os
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import minidflash as md
+from minidflash.errors import UserError
+from tests.automaton import TABLES, VOCAB, build
+from tests.chance import filtered, surprise
+from tests.conftest import open_or_skip
+from tests.replay import Replay, check_plan, histogram, proposing
+from tests.test_field_log_limits import resident
+from tests.test_lossless import GOLDEN, embedded, ids_of, load, prompt_of
+
+FULL = os.environ.get("MINIDFLASH_FULL") == "1"
+FILTERS = [{}, {"top_k": 2}, {"top_p": 0.6}, {"min_p": 0.5}, {"top_k": 5, "top_p": 0.9, "min_p": 0.01}]
+LAWS = [
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 1.0},
+    {"temperature": 1.5, "top_k": 40, "min_p": 0.02},
+]
+RAW = {"ignore_eos": True}
+
+
+@pytest.fixture(autouse=True)
+def checked(monkeypatch):
+    monkeypatch.setenv("MINIDFLASH_CHECK", "1")
+
+
+def open_fx(folder, name="FX-S", backend="numba", changes=None, **options):
+    open_or_skip(backend, "f32")  # skips where it cannot run
+    if backend == "numba":
+        options["threads"] = 1  # threads that wait for each other are slow on a busy machine
+    target, draft = build(folder, name, **(changes or {}))
+    return md.load(str(target), drafter=str(draft), backend=backend, ctx=256, warm=False, **options)
+
+
+@pytest.fixture(scope="module")
+def fx(tmp_path_factory):
+    return open_fx(tmp_path_factory.mktemp("FX-S"))
+
+
+def transitions(**law):
+    """P[a, b]: the chance that b follows a on FX-S under the filtered law, from the weights as they are stored."""
+    head = np.zeros((VOCAB, VOCAB))
+    for token, nexts in TABLES["FX-S"]["successor"].items():
+        for following, chance in (nexts if isinstance(nexts, dict) else {nexts: 1.0}).items():
+            head[token, following] = (12 + np.log(chance)) / 8
+    logits = head.astype(ml_dtypes.bfloat16).astype(np.float64) * 8 / np.sqrt(1 + 1e-6)
+    return np.stack([filtered(row, **law) for row in logits])
+
+
+def triples(engine, count, start=5, **options):
+    """Counts of whole 3-token outcomes, (V, V, V)."""
+    found = md.generate(engine, [start], max_tokens=3, samples=count, **RAW, **options)
+    counts = np.zeros((VOCAB,) * 3)
+    for one in found.samples:
+        counts[tuple(one["tokens"])] += 1
+    return counts, found
+
+
+def joint(start=5, **law):
+    p = transitions(**law)
+    return p[start][:, None, None] * p[:, :, None] * p[None]
+
+
+# ---- the law -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("law", FILTERS, ids=str)
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
+def test_the_joint_law_of_three_tokens(fx, temperature, law, monkeypatch):
+    """With the drafter; plain decoding gives the same samples one by one, as the tests below say."""
+    monkeypatch.setenv("MINIDFLASH_CHECK", "0")
+    count, law = 4000 if FULL else 700, {"temperature": temperature, **law}
+    counts, found = triples(fx, count, block=3, verify=3, **law)
+    assert counts.sum() == count and surprise(counts, joint(**law)) < 4.5
+    few = md.generate(fx, [5], max_tokens=3, samples=20, drafter=False, **RAW, **law)
+    assert [one["tokens"] for one in few.samples] == [one["tokens"] for one in found.samples[:20]]
+
+
+@pytest.mark.parametrize("law", [{"temperature": 1.0}, {"temperature": 1.7, "top_p": 0.6}], ids=str)
+def test_the_joint_law_on_the_emulator(tmp_path, law):
+    engine = open_fx(tmp_path, backend="emulate")
+    counts, _ = triples(engine, 400 if FULL else 60, block=3, verify=3, **law)
+    assert surprise(counts, joint(**law)) < 4.5
+
+
+def biased(accept, seed=0):
+    """Accept by p / q as if the drafter had sampled its drafts, while they are its argmax: the usual mistake."""
+    p, q, rng = transitions(), np.full(VOCAB, 1 / VOCAB), np.random.default_rng(seed)
+
+    def broken(drafts, choice, stop, start, anchor, *rest):
+        choice, before = choice.copy(), int(anchor[0])
+        for i in range(len(choice) - 1):
+            draft = int(drafts[0, i + 1])
+            chances = q * 0.4
+            chances[draft] += 0.6
+            if rng.random() * chances[draft] < p[before, draft]:
+                choice[i] = draft
+            else:
+                left = np.maximum(p[before] - chances, 0)
+                choice[i] = rng.choice(VOCAB, p=left / left.sum())
+                break
+            before = draft
+        accept(drafts, choice, stop, start, anchor, *rest)
+
+    return broken
+
+
+def test_a_biased_rule_fails_the_same_test(tmp_path):
+    engine = open_fx(tmp_path)
+    engine.ops.backend.accept = biased(engine.ops.backend.accept)
+    counts, _ = triples(engine, 700, block=3, verify=3, temperature=1.0)
+    assert surprise(counts, joint(temperature=1.0)) > 6
+
+
+# ---- drafted == plain --------------------------------------------------------------------------------------------
+
+
+def sampled_sweep(engine, prompt, seed, count, block=16, widths=(3, 64, "auto"), law=None, own=True):
+    """One seed, plain, with the engine's drafter and with the replay drafter. Returns accepted lengths of the replay."""
+    options = {**RAW, "seed": seed, **(law or LAWS[seed % len(LAWS)])}
+    known = md.generate(engine, prompt, max_tokens=count + block, drafter=False, **options).tokens
+    seen = {}
+    for verify in widths:
+        replay = Replay(prompt + known, len(prompt), block, engine.target.config.vocab, seed=seed)
+        for propose in [engine.propose] * own + [replay]:
+            with proposing(engine, propose):
+                rounds = list(
+                    md.stream(engine, prompt, max_tokens=count, block=block, verify=verify, **options)
+                )
+            found = [token for r in rounds for token in r.tokens]
+            assert found == known[:count], f"seed {seed}, verify {verify}"
+        check_plan(replay, len(prompt), rounds)
+        for kept, times in histogram(rounds).items():
+            seen[kept] = seen.get(kept, 0) + times
+    return seen
+
+
+@pytest.mark.parametrize("activations", ["f32", "bf16"])
+@pytest.mark.parametrize("pair", GOLDEN)
+def test_golden_pairs_sample_the_same_text_with_any_drafter(pair, activations, tmp_path):
+    engine, seen, texts = load(pair, tmp_path, activations=activations), {}, set()
+    prompt = prompt_of(engine, 21)
+    for seed in range(200 if FULL else 8):
+        widths = ((64,), (5,), ("auto",))[seed % 3]
+        for kept, times in sampled_sweep(engine, prompt, seed, 40, (16, 8, 4)[seed % 3], widths).items():
+            seen[kept] = seen.get(kept, 0) + times
+        options = {**RAW, "seed": seed, "max_tokens": 20, "temperature": 1.5}
+        texts.add(tuple(md.generate(engine, prompt, **options).tokens))
+    assert len(texts) > 5 and len(seen) > 10, "seeds differ, and all kinds of rounds occur"
+
+
+def test_prefill_chunks_change_no_draw(tmp_path):
+    found = set()
+    for chunk in (1, 7, 64):
+        engine = load("dflash-llama-tiny", tmp_path, prefill_chunk=chunk)
+        options = {**RAW, "temperature": 1.2, "seed": 9, "max_tokens": 24}
+        found.add(tuple(md.generate(engine, prompt_of(engine, 40), verify=5, **options).tokens))
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("activations", ["f32", "bf16"])
+def test_the_emulator_samples_the_same_text_with_any_drafter(activations, tmp_path):
+    open_or_skip("emulate", activations)
+    pair = {"f32": "dflash-qwen3-tiny", "bf16": "grouped"}[activations]  # of the latter, weights are bf16
+    engine = load(pair, tmp_path, backend="emulate", activations=activations)
+    for seed in range(4 if FULL else 2):
+        sampled_sweep(engine, prompt_of(engine, 9), seed, 8, 4, (3,), own=seed == 0)
+    assert engine.ops.backend.variants["sample"] == {"f32": "plain", "bf16": "fast"}[activations]
+
+
+def test_the_embedded_pair_samples_the_same_text(tmp_path):
+    engine = embedded()
+    prompt = ids_of(engine, "Write a Python function that reverses a string.")
+    seeds, count = (50, 128) if FULL else (2, 64)
+    for seed in range(seeds):
+        sampled_sweep(engine, prompt, seed, count, 16, ((64,), (4,), ("auto",))[seed % 3])
+
+
+def test_a_draw_that_moves_with_the_round_is_caught(tmp_path):
+    """What keys by the number of draws made, and not by position, forks from plain decoding."""
+    engine = load("dflash-llama-tiny", tmp_path)
+    prompt, options = prompt_of(engine, 21), {**RAW, "temperature": 1.0}
+    known = md.generate(engine, prompt, max_tokens=60, drafter=False, **options).tokens
+    sample, drawn = engine.ops.backend.sample, itertools.count()
+
+    def moving(x, pick, slot, pos, *rest):
+        sample(x, pick, slot, pos + next(drawn), *rest)
+
+    engine.programs.clear()
+    engine.ops.__dict__.pop("sample")
+    engine.ops.backend.sample = moving
+    replay = Replay(prompt + known, len(prompt), 8, engine.target.config.vocab)
+    with pytest.raises(AssertionError), proposing(engine, replay):
+        rounds = list(md.stream(engine, prompt, max_tokens=40, block=8, verify=8, **options))
+        assert [t for r in rounds for t in r.tokens] == known[:40]
+
+
+# ---- edges of the law (F59, F60, F07) ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("law", [{"top_k": 1}, {"top_p": 1e-4}, {"min_p": 1.0}], ids=str)
+def test_f59_filters_reach_the_verify_sampler(fx, law):
+    greedy = md.generate(fx, [9] * 10 + [5], max_tokens=30, **RAW).tokens
+    for seed in range(20):
+        options = {"seed": seed, "temperature": 1.0, **RAW, **law}
+        assert md.generate(fx, [9] * 10 + [5], max_tokens=30, verify=8, **options).tokens == greedy
+
+
+def test_f60_tiny_temperatures_are_greedy_and_none_gives_nan(fx):
+    prompt = [9] * 10 + [5]
+    greedy = md.generate(fx, prompt, max_tokens=30, **RAW).tokens
+    for temperature in (0, 0.0, 1e-9, 1e-6, 1e-5, 1e-4, 1e-3):
+        found = md.generate(
+            fx, prompt, max_tokens=30, temperature=temperature, verify=8, logprobs=True, **RAW
+        )
+        assert found.tokens == greedy
+        assert np.isfinite(found.logprobs).all()
+    for temperature in (50, 1e30, 1e300):
+        found = md.generate(
+            fx, prompt, max_tokens=30, temperature=temperature, verify=8, logprobs=True, **RAW
+        )
+        assert np.isfinite(found.logprobs).all() and len(set(found.tokens)) > 5
+
+
+BAD = [("temperature", (-1, -1e-9, float("nan"), float("inf"), "1", True)), ("top_p", (0, -0.1, 1.01, float("nan"))),
+       ("top_k", (-1, 1.5, True)), ("min_p", (-0.1, 1.1, float("nan"))), ("seed", (-1, 2**64, 0.5)),
+       ("samples", (0, -1, 1.5)), ("accept", ("maybe", 1))]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, value", [(name, value) for name, values in BAD for value in values])
+def test_bad_values_are_refused_by_name(fx, name, value):
+    with pytest.raises(UserError, match=name.replace("_", "-")):
+        md.generate(fx, [5], max_tokens=1, **{"temperature": 1.0, name: value})
+
+
+def test_what_has_no_effect_or_is_not_built_is_refused(fx):
+    for name, value in (("top_k", 3), ("top_p", 0.5), ("min_p", 0.1), ("seed", 1), ("samples", 2)):
+        with pytest.raises(UserError, match="no effect at temperature 0"):
+            md.generate(fx, [5], max_tokens=1, **{name: value})
+        md.generate(fx, [5], max_tokens=1, **{"temperature": 0.0, name: value})  # said, so meant
+    with pytest.raises(UserError, match="--accept reject is not built yet"):
+        md.generate(fx, [5], max_tokens=1, temperature=1.0, accept="reject")
+    assert md.generate(fx, [5], max_tokens=1, temperature=1.0, accept="match", top_k=None).tokens
+
+
+def test_f07_padding_rows_are_never_drawn(tmp_path):
+    """Ids that the tokenizer does not have are not chosen: the law is the one over the ids it has."""
+    engine = open_fx(tmp_path, "FX-B", changes={"pad": 8})
+    assert engine.target.config.vocab == 72 and engine.target.ids == 64
+    greedy = md.generate(engine, [9] * 40 + [5], max_tokens=33, verify=8, **RAW)
+    assert set(greedy.tokens) == {20} and greedy.rounds == [8] * 4
+    for seed in range(30):
+        options = {"temperature": 50.0, "seed": seed, "max_tokens": 33, **RAW}
+        found = md.generate(engine, [9] * 40 + [5], verify=8, **options).tokens
+        assert max(found) < 64 and len(set(found)) > 10
+        assert md.generate(engine, [9] * 40 + [5], drafter=False, **options).tokens == found
+
+
+# ---- what comes out ----------------------------------------------------------------------------------------------
+
+
+def test_f62_a_seed_gives_its_text_again(fx):
+    def text(**options):
+        return md.generate(fx, [9, 5], max_tokens=24, temperature=1.0, **RAW, **options).tokens
+
+    assert text(seed=7) == text(seed=7) == text(seed=7, verify=3) == text(seed=7, block=5)
+    assert len({tuple(text(seed=seed)) for seed in (0, 1, 7, 2**32 + 7, 2**64 - 1)}) == 5
+
+
+def test_samples_share_a_prefill_and_are_those_of_any_other_way(fx, monkeypatch):
+    options = {"max_tokens": 20, "temperature": 1.0, "seed": 3, **RAW}
+    one = md.generate(fx, [9] * 20 + [5], verify=8, **options)
+    assert one.samples is None and "samples" not in one.to_json()
+    many = md.generate(fx, [9] * 20 + [5], samples=5, verify=8, **options)
+    plain = md.generate(fx, [9] * 20 + [5], samples=5, drafter=False, **options)
+    texts = [one["tokens"] for one in many.samples]
+    assert texts == [one["tokens"] for one in plain.samples]
+    assert many.tokens == one.tokens == texts[0] and many.rounds == one.rounds == many.samples[0]["rounds"]
+    assert len({tuple(t) for t in texts}) == 5
+    rounds = list(md.stream(fx, [9] * 20 + [5], samples=3, **options))
+    assert [r.sample for r in rounds if r.verify == 0] == [0, 1, 2]
+    assert [t for r in rounds for t in r.tokens] == [t for text in texts[:3] for t in text]
+
+
+@pytest.mark.parametrize("law", FILTERS, ids=str)
+def test_log_probabilities_are_those_of_the_law_and_of_the_model(fx, law):
+    kept = transitions(temperature=1.3, **law)
+    law = {"temperature": 1.3, **law}
+    found = md.generate(fx, [9, 5], max_tokens=40, logprobs=True, verify=8, **RAW, **law)
+    plain = md.generate(fx, [9, 5], max_tokens=40, logprobs=True, drafter=False, **RAW, **law)
+    assert plain.logprobs == found.logprobs and len(found.logprobs) == len(found.tokens)
+    assert found.tokens == md.generate(fx, [9, 5], max_tokens=40, **RAW, **law).tokens
+    before = [5, *found.tokens[:-1]]
+    np.testing.assert_allclose(np.exp(found.logprobs)[:, 0], kept[before, found.tokens], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(
+        np.exp(found.logprobs)[:, 1], transitions()[before, found.tokens], rtol=1e-4, atol=1e-6
+    )
+
+
+def test_greedy_log_probabilities(fx):
+    found = md.generate(fx, [9, 5], max_tokens=12, logprobs=True, verify=8, **RAW)
+    assert found.tokens == md.generate(fx, [9, 5], max_tokens=12, verify=8, **RAW).tokens
+    before = [5, *found.tokens[:-1]]
+    assert [pair[0] for pair in found.logprobs] == [0.0] * 12
+    np.testing.assert_allclose(
+        [p[1] for p in found.logprobs], np.log(transitions()[before, found.tokens]), rtol=1e-4
+    )
+
+
+def test_a_stop_text_cuts_text_ids_and_logprobs_alike(fx):
+    for seed in range(10):
+        options = {
+            "temperature": 1.0,
+            "seed": seed,
+            "max_tokens": 40,
+            "logprobs": True,
+            "stop": ["t22 t22"],
+            **RAW,
+        }
+        found = md.generate(fx, [9, 5], verify=8, **options)
+        plain = md.generate(fx, [9, 5], drafter=False, **options)
+        assert (found.text, found.tokens, found.logprobs) == (plain.text, plain.tokens, plain.logprobs)
+        assert len(found.logprobs) == len(found.tokens) and "t22 t22" not in found.text
+        assert not found.tokens or 1 + sum(found.rounds) == len(found.tokens)
+
+
+def test_f69_many_rounds_leave_memory_as_it_was(fx, monkeypatch):
+    monkeypatch.setenv("MINIDFLASH_CHECK", "0")
+    options = {"temperature": 1.0, "max_tokens": 200, "verify": 3, "top_p": 0.95, **RAW}
+    rounds, marks = 0, []
+    for seed in range(200 if FULL else 30):
+        found = md.generate(fx, [9, 5], seed=seed, **options)
+        assert all(0 <= token < VOCAB for token in found.tokens)
+        rounds += len(found.rounds)
+        marks.append(resident())
+    assert rounds > 60 * len(marks)
+    assert marks[-1] - marks[len(marks) // 3] < 2 << 20, "memory grows"
