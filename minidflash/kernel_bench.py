@@ -91,8 +91,8 @@ def arguments(ops, row, shape, rows, context, like=None):
     from minidflash.kernels.ops import expected
 
     rng = np.random.default_rng(1)
-    sizes = shape | {"T": rows, "N": 1, "M": rows, "C": shape["taps"] * shape["D"], "S": context + BLOCK, "R": BLOCK,
-                     "P": context + BLOCK, "J": shape["K"] // 2, "B": BLOCK, "X": 1}  # fmt: skip
+    sizes = shape | {"T": rows, "N": 1, "M": rows, "C": shape["taps"] * shape["D"], "S": context + max(rows, BLOCK), "R": BLOCK,
+                     "P": context + max(rows, BLOCK), "J": shape["K"] // 2, "B": BLOCK, "X": 1}  # fmt: skip
     widest = max(sizes["C"], sizes["F"])
     most = max(sizes["V"], 2 * sizes["F"], 2 * sizes["L"] * sizes["G"] * sizes["K"])
     sizes["Z"] = ops.backend.work_size(max(rows, BLOCK), widest, most)
