@@ -1,0 +1,76 @@
+"""The schedule of `--verify auto`, on made-up machines: it finds what pays and never loses much while it looks."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from minidflash.schedule import CREDIT, PROBE, Schedule, widths
+
+AUTO = SimpleNamespace(verify="auto")
+CPU = {1: 6.0, 4: 12.0, 8: 15.0, 16: 19.0}  # ms of a round, about what two cores take on the embedded pair
+GPU = {1: 0.9, 4: 1.2, 8: 1.3, 16: 1.4}
+
+
+def play(schedule, tokens, rate, rng):
+    """(time taken, plain time) of a text of so many tokens whose drafts are right with probability `rate` each."""
+    schedule.begin()
+    total, left = 0.0, tokens
+    while left > 0:
+        width = schedule.choose(AUTO)
+        right = rng.random(16) < rate
+        accepted = int(np.argmin(np.append(right[: width - 1], False)))
+        emitted = min(accepted + 1, left)
+        cost = COSTS[id(schedule)][width]
+        schedule.learn(width, accepted, emitted, cost)
+        total, left = total + cost, left - emitted
+    return total, tokens * COSTS[id(schedule)][1]
+
+
+COSTS = {}
+
+
+def fresh(costs):
+    schedule = Schedule(16)
+    schedule.seconds = dict(costs)
+    COSTS[id(schedule)] = costs
+    return schedule
+
+
+@pytest.mark.parametrize("costs", [CPU, GPU])
+@pytest.mark.parametrize("tokens", [5, 17, 40, 100, 256])
+def test_drafts_that_are_never_right_cost_little(costs, tokens, rng):
+    schedule = fresh(costs)
+    for _ in range(3):
+        taken, plain = play(schedule, tokens, 0.0, rng)
+        assert taken <= (1 + PROBE) * plain + CREDIT * costs[1] + 1e-9
+        assert taken <= 1.05 * plain or tokens < 17
+
+
+@pytest.mark.parametrize(("costs", "least"), [(CPU, 1.3), (GPU, 2.0)])
+def test_drafts_that_are_right_are_found(costs, least, rng):
+    ratios = [np.divide(*play(fresh(costs), 256, 0.85, rng)[::-1]) for _ in range(20)]
+    assert np.median(ratios) >= least
+
+
+def test_what_a_text_earned_lets_the_next_draft_at_once(rng):
+    schedule = fresh(CPU)
+    assert schedule.choose(AUTO) == 1
+    play(schedule, 256, 0.9, rng)
+    schedule.begin()
+    assert schedule.choose(AUTO) > 1 and schedule.lost >= -4.0 * 6.0
+
+
+def test_a_text_that_turns_bad_falls_back_to_plain_rounds(rng):
+    schedule = fresh(CPU)
+    play(schedule, 200, 0.9, rng)
+    for _ in range(40):
+        width = schedule.choose(AUTO)
+        schedule.learn(width, 0, 1, CPU[width])
+    assert schedule.choose(AUTO) in (1, 4)
+
+
+def test_a_width_that_was_asked_for_is_taken():
+    schedule = Schedule(16)
+    assert schedule.choose(SimpleNamespace(verify=7)) == 7
+    assert widths(16) == [1, 4, 8, 16] and widths(2) == [1, 2] and widths(1) == [1]
