@@ -1,0 +1,140 @@
+"""The measured tables of the README, from bench/results: python bench/report.py [--write]
+
+With --write they replace what stands between the README's two marks.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+README = HERE.parent / "README.md"
+MARK, END = "<!-- measured: bench/report.py -->", "<!-- end of measured -->"
+
+
+def load(name):
+    return json.loads((HERE / "results" / f"{name}.json").read_text())
+
+
+def cpu():
+    found = load("cpu")
+    c, m = found["costs"], found["machine"]
+    yield f"### CPU: the embedded pair, {m['cores']} cores ({m['processor']}), f32 activations, bf16 weights"
+    yield ""
+    yield f"`{found['command']}` at {found['commit']}; {found['tokens']} tokens at most, medians of {found['repeat']} and half the range."
+    yield ""
+    yield "| prompts | plain tok/s | `--verify auto` tok/s | over plain | tau (auto) | `--verify 16` tok/s | tau |"
+    yield "|---|---|---|---|---|---|---|"
+    for row in found["kinds"]:
+        full = [one for one in found["full_block"] if one["kind"] == row["kind"]]
+        speed = sum(one["tokens_per_s"] for one in full) / len(full)
+        tau = sum(one["tau"] for one in full) / len(full)
+        yield (
+            f"| {row['kind']} ({row['prompts']}) | {row['plain_tokens_per_s']:.0f} ± {row['plain_spread']:.0f} | "
+            f"{row['drafted_tokens_per_s']:.0f} ± {row['drafted_spread']:.0f} | {row['speedup']:.2f} | {row['tau']:.2f} | "
+            f"{speed:.0f} | {tau:.2f} |"
+        )
+    yield ""
+    yield (
+        f"A verify pass takes {c['verify_1_ms']:.1f} / {c['verify_4_ms']:.1f} / {c['verify_8_ms']:.1f} / "
+        f"{c['verify_16_ms']:.1f} ms at 1 / 4 / 8 / 16 rows (16 over 1: {c['rows_16_over_1']:.2f}; one row reads weights at "
+        f"{c['weights_gb_per_s_at_1']:.0f} GB/s), a draft {c['draft_ms']:.1f} ms, an injection {c['inject_ms']:.2f} ms: a whole "
+        f"block breaks even at tau {c['break_even_tau_at_16']:.2f}. Loading takes {found['load_s']:.1f} s, compiling the kernels "
+        f"{found['jit_s']:.0f} s once; peak memory {found['peak_rss_mib']} MiB with two sets of caches for 8,192 positions."
+    )
+
+
+def gpu():
+    round_, gemm = load("lossless-qwen3-8b-h100"), load("gemm-nvidia-h100-80gb-hbm3")
+    embedded, attend = load("embedded-h100"), load("attend-nvidia-h100-80gb-hbm3")
+    shape = round_["qwen3-8b"]
+    at = shape["contexts"][0]
+    ms, floor = at["ms"], at["floor_ms"]
+    yield f"### GPU: one {round_['card']}, bf16, copy {round_['copy_tb_per_s']:.2f} TB/s in the same run"
+    yield ""
+    yield (
+        f"Qwen3-8B shape with random weights at context {at['context']} (`{round_['command']}`, {round_['commit']}; floors are "
+        "bytes over the copy):"
+    )
+    yield ""
+    yield "| part | ms | floor ms | of floor |"
+    yield "|---|---|---|---|"
+    for name, time, least in (
+        ("plain round", ms["plain_round"], floor["plain"]),
+        ("verify, 16 rows", ms["verify_16"], floor["plain"]),
+        ("draft with head", ms["draft"], floor["draft"]),
+        ("whole round, block 16", ms["round_16"], floor["round"]),
+    ):
+        yield f"| {name} | {time:.2f} | {least:.2f} | {least / time:.0%} |"
+    yield (
+        f"| prefill, {shape['prefill']['tokens']} tokens | {shape['prefill']['ms']:.0f} | | |\n"
+        f"| load, {shape['weights_gb']:.1f} GB from memory, packed | {1e3 * shape['load_s']:.0f} | | "
+        f"{shape['load_gb_per_s']:.0f} GB/s |"
+    )
+    yield ""
+    yield f"Skinny products, dependent launch, us (`{gemm['command']}`, {gemm['commit']}):"
+    yield ""
+    yield "| N x K | MB | 1 row | 16 rows | of copy | cuBLAS, 16 rows | cuBLAS / ours |"
+    yield "|---|---|---|---|---|---|---|"
+    rows = {}
+    for one in gemm["results"]:
+        rows.setdefault((one["outputs"], one["cols"]), {})[one["rows"]] = one
+    for (outputs, cols), by in rows.items():
+        one, many = by[1]["dependent_us"], by[16]["dependent_us"]
+        size = 2e-6 * outputs * cols
+        yield (
+            f"| {outputs} x {cols} | {size:.1f} | {one:.1f} | {many:.1f} | {1e3 * size / many / gemm['copy_gb_s']:.0%} | "
+            f"{by[16]['cublas_us']:.1f} | {by[16]['cublas_us'] / many:.2f} |"
+        )
+    yield ""
+    yield f"Attention, us a call in a chain as in a layer, the variant in use (`{attend['command']}`, {attend['commit']}):"
+    yield ""
+    yield "| H/G/K | rows | " + " | ".join(str(c) for c in CONTEXTS) + " |"
+    yield "|---|---|" + "---|" * len(CONTEXTS)
+    times = {}
+    for one in attend["results"]:
+        used = "64 keys a step" if one["heads"][2] == 64 else "two launches"
+        times[tuple(one["heads"]), one["rows"], one["context"]] = one["variants_us"].get(used)
+    for heads, count in dict.fromkeys((heads, count) for heads, count, _ in times if count <= 16):
+        cells = [times.get((heads, count, context)) for context in CONTEXTS]
+        yield (
+            f"| {'/'.join(map(str, heads))} | {count} | "
+            + " | ".join(f"{c:.1f}" if c else "-" for c in cells)
+            + " |"
+        )
+    yield ""
+    yield f"Embedded pair, `minidflash bench --backend cuda`, {embedded['max_tokens']} tokens at most:"
+    yield ""
+    yield "| prompts | plain tok/s | drafted tok/s | over plain | tau |"
+    yield "|---|---|---|---|---|"
+    for row in embedded["rows"]:
+        yield (
+            f"| {row['kind']} ({row['prompts']}) | {row['plain_tokens_per_s']:.0f} | {row['drafted_tokens_per_s']:.0f} | "
+            f"{row['speedup']:.2f} | {row['tau']:.2f} |"
+        )
+    same = load("lossless-embedded-h100")
+    yield ""
+    yield (
+        f"Lossless there: {same['runs']} drafted runs of {len(same['prompts'])} prompts, {same['tokens_compared']} tokens, "
+        f"{same['differing']} differ from plain decoding; {shape['lossless']['tokens']} tokens of the Qwen3-8B shape with every "
+        "accepted length at blocks 4, 8 and 16: all the same."
+    )
+
+
+CONTEXTS = (128, 512, 2048, 8192, 32768)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="put the tables into README.md")
+    text = "\n".join([*cpu(), "", *gpu()])
+    if not parser.parse_args().write:
+        print(text)
+        return
+    readme = README.read_text()
+    before, rest = readme.split(MARK)
+    README.write_text(f"{before}{MARK}\n\n{text}\n\n{END}{rest.split(END)[1]}")
+
+
+if __name__ == "__main__":
+    main()
