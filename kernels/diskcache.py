@@ -1,4 +1,4 @@
-"""The user's cache folder for things built from source: cubins, emulated kernels."""
+"""The user's cache folder for things built from source: cubins, emulated kernels, Numba's code."""
 
 import hashlib
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 def folder(kind):
     """The folder for one kind of built thing, made if need be, or None where nothing can be written.
 
-    kind: a short name, "cubin" or "emulate". Returns a Path or None: then the caller works uncached.
+    kind: a short name: "cubin", "emulate", "numba/KEY". Returns a Path or None: then the caller works uncached.
     Errors: none. MINIDFLASH_CACHE moves it, then XDG_CACHE_HOME; a machine without a home has no cache.
     """
     try:

@@ -133,7 +133,7 @@ def _work_needs(config, count, head_rows):
     q, kv = config.heads * size, 2 * config.kv_heads * size
     return [
         (count, config.width, q + kv),
-        (count, max(q, size * config.heads), config.width),
+        (count, q, config.width),
         (count, config.width, 2 * config.ffn),
         (count, config.ffn, config.width),
         (head_rows, config.width, config.vocab),

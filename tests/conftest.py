@@ -92,3 +92,28 @@ def rng(request):
 def golden():
     """name -> folder of a golden case; a failure, not a skip, in CI."""
     return golden_files.golden
+
+
+@pytest.fixture
+def one_thread():
+    """Threads that wait for each other are slow on a busy machine, and a command's test needs none."""
+    import numba
+
+    before = numba.get_num_threads()
+    numba.set_num_threads(1)
+    yield
+    numba.set_num_threads(before)
+
+
+@pytest.fixture
+def mdf(capsys):
+    """Run a command line in this process: (exit code, stdout, stderr)."""
+    from minidflash.cli import main
+
+    def call(*argv):
+        code = main([str(a) for a in argv])
+        out, err = capsys.readouterr()
+        assert "Traceback" not in err
+        return code, out, err
+
+    return call

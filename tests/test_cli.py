@@ -6,7 +6,6 @@ import sys
 from importlib import resources
 
 import jsonschema
-import numba
 import pytest
 
 import minidflash as md
@@ -17,6 +16,7 @@ from minidflash.terminal import Paint, Progress, amount
 from tests import automaton
 from tests.golden_files import golden
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT = "9 " * 40 + "5"  # P(9x40,5) of the field log: the pair FX-B then says 20 for ever
 SCHEMA = json.loads((resources.files("minidflash") / "result.schema.json").read_text(encoding="utf-8"))
 
@@ -29,28 +29,6 @@ def pairs(tmp_path_factory):
         target, draft = automaton.build(tmp_path_factory.mktemp(name), name)
         found[name] = ["--target", str(target), "--drafter", str(draft)]
     return found
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Threads that wait for each other are slow on a busy machine, and nothing here needs them."""
-    before = numba.get_num_threads()
-    numba.set_num_threads(1)
-    yield
-    numba.set_num_threads(before)
-
-
-@pytest.fixture
-def mdf(capsys):
-    """Run a command line in this process: (exit code, stdout, stderr)."""
-
-    def call(*argv):
-        code = main([str(a) for a in argv])
-        out, err = capsys.readouterr()
-        assert "Traceback" not in err
-        return code, out, err
-
-    return call
 
 
 @pytest.fixture

@@ -2,40 +2,20 @@
 
 import json
 
-import numba
 import pytest
 from minidflash.kernels.table import ROWS
 
 import minidflash as md
 from minidflash import fit
-from minidflash.cli import main
 from tests import automaton
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     target, draft = automaton.build(tmp_path_factory.mktemp("FX-B"), "FX-B")
     return ["--target", str(target), "--drafter", str(draft)]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Threads that wait for each other are slow on a busy machine, and nothing here needs them."""
-    before = numba.get_num_threads()
-    numba.set_num_threads(1)
-    yield
-    numba.set_num_threads(before)
-
-
-@pytest.fixture
-def mdf(capsys):
-    """Run a command line in this process: (exit code, stdout, stderr)."""
-
-    def call(*argv):
-        code = main([str(a) for a in argv])
-        return code, *capsys.readouterr()
-
-    return call
 
 
 def test_info_names_facts_with_their_keys_and_backends_with_reasons(mdf, pair):

@@ -1,6 +1,5 @@
 """`jit`: numba.njit with our disk cache, and without it where no folder can be written (field report: "no locator")."""
 
-import hashlib
 import os
 from pathlib import Path
 
@@ -11,25 +10,16 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 import numba
 import numpy as np
 
+from .. import diskcache
+
 HERE = Path(__file__).resolve().parent
 
 
 def _cache_folder():
     """Folder for compiled kernels, keyed by all sources here (Numba looks at one file only); None if unwritable."""
-    text = b"".join(p.read_bytes() for p in sorted(HERE.glob("*.py")))
-    key = hashlib.sha256(text + numba.__version__.encode() + np.__version__.encode()).hexdigest()[:16]
-    root = os.environ.get("MINIDFLASH_CACHE")
-    try:
-        root = (
-            Path(root)
-            if root
-            else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minidflash"
-        )
-        folder = root / "numba" / key
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder if os.access(folder, os.W_OK) else None
-    except (OSError, RuntimeError):  # RuntimeError: no home folder
-        return None
+    sources = [p.read_bytes() for p in sorted(HERE.glob("*.py"))]
+    key = diskcache.digest(numba.__version__, np.__version__, *sources)[:16]
+    return diskcache.folder(f"numba/{key}")
 
 
 CACHE_FOLDER = _cache_folder()
