@@ -1,20 +1,18 @@
 """What others take for the same step: the public `dflash` loop on transformers, and transformers' own generate.
 
-    PYTHONPATH=dflash-0.1.0-py3-none-any.whl python -P bench/peer.py [--context 2048] [--tokens 48]
+    PYTHONPATH=dflash-0.1.0-py3-none-any.whl python bench/peer.py [--context 2048] [--tokens 48]
 
-Random weights of Qwen3-8B shape, bf16, on the GPU. -P keeps this checkout's `kernels` folder from hiding the package of
-that name, which transformers looks for. Writes bench/results/peer.json. A peer only: nothing here is imported elsewhere.
+Random weights of Qwen3-8B shape, bf16, made on the GPU; their drafts are all rejected, so a step of dflash is a draft and
+a verify pass. The wheel alone is enough, without what it asks for. PYTHONPATH must not name this checkout: its `kernels`
+folder hides the package of that name, which transformers looks for. Writes bench/results/peer.json.
 """
 
 import argparse
-import json
-import os
 import time
-from pathlib import Path
 from statistics import median
 
+import record
 import torch
-import transformers
 from dflash.model import DFlashDraftModel, dflash_generate
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -41,31 +39,42 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--repeat", type=int, default=5)
     args = parser.parse_args()
     target, drafter = models()
     ids = torch.randint(0, 150000, (1, args.context), device="cuda")
-    steps, plain = [], []
+    prefill, steps, plain, emitted = [], [], [], []
     with torch.inference_mode():
-        for _ in range(3):
+        for _ in range(args.repeat):
             run = dflash_generate(drafter, target, ids, args.tokens, None, return_stats=True)
-            steps.append(run.time_per_output_token * run.num_output_tokens / len(run.acceptance_lengths))
-        for _ in range(3):
-            times = []
-            for count in (1, args.tokens):
-                torch.cuda.synchronize()
-                since = time.perf_counter()
-                target.generate(ids, max_new_tokens=count, min_new_tokens=count, do_sample=False)
-                torch.cuda.synchronize()
-                times.append(time.perf_counter() - since)
-            plain.append((times[1] - times[0]) / (args.tokens - 1))
+            count = len(run.acceptance_lengths)
+            prefill.append(run.time_to_first_token)
+            steps.append(run.time_per_output_token * run.num_output_tokens / count)
+            emitted.append(sum(run.acceptance_lengths) / count)
+        for _ in range(args.repeat):
+            short, long = generate(target, ids, 1), generate(target, ids, args.tokens)
+            plain.append((long - short) / (args.tokens - 1))
     found = {
-        "card": torch.cuda.get_device_name(), "torch": torch.__version__, "transformers": transformers.__version__,
-        "dflash": "0.1.0", "shape": "qwen3-8b", "context": args.context, "commit": os.environ.get("MINIDFLASH_COMMIT"),
-        "dflash_step_ms": round(1e3 * median(steps), 2), "transformers_token_ms": round(1e3 * median(plain), 2),
+        "shape": "qwen3-8b", "dflash": "0.1.0", "context": args.context, "tokens": args.tokens, "block": drafter.block_size,
+        "dflash_prefill_ms": milliseconds(prefill), "dflash_step_ms": milliseconds(steps), "dflash_tau": median(emitted),
+        "transformers_token_ms": milliseconds(plain),
     }  # fmt: skip
     print(found)
-    folder = Path(os.environ.get("OUT") or Path(__file__).resolve().parent / "results")
-    (folder / "peer.json").write_text(json.dumps(found, indent=1) + "\n")
+    print(record.write("peer", found, card=torch.cuda.get_device_name()))
+
+
+def generate(target, ids, count):
+    """Seconds of transformers' own greedy loop for `count` tokens, the prompt's pass included."""
+    torch.cuda.synchronize()
+    since = time.perf_counter()
+    target.generate(ids, max_new_tokens=count, min_new_tokens=count, do_sample=False)
+    torch.cuda.synchronize()
+    return time.perf_counter() - since
+
+
+def milliseconds(seconds):
+    """The median and each: the first warms up."""
+    return {"median": round(1e3 * median(seconds), 2), "runs": [round(1e3 * s, 2) for s in seconds]}
 
 
 if __name__ == "__main__":
