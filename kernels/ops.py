@@ -34,6 +34,8 @@ class Ops:
         self.activations = backend.activations
         self.array, self.upload, self.download = backend.array, backend.upload, backend.download
         self.weight = backend.weight
+        # Only a backend that copies weights elsewhere has it.
+        self.read_ahead = getattr(backend, "read_ahead", lambda weights: None)
         self.prefill_chunk = getattr(backend, "prefill_chunk", PREFILL_CHUNK)
         self._recording = None
         self._for_prefill = None

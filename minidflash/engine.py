@@ -152,6 +152,7 @@ def build(ops, config, bound, positions, progress=None):
                 bound[kind] = [tensor for layer in parts for tensor in layer]
                 if kind == "kv":
                     own = parts
+    ops.read_ahead([parts for parts in bound.values() if len(parts[0].shape) == 2])
     for done, (name, parts) in enumerate(bound.items()):
         value = ops.weight(parts, name.rpartition(".")[2]) if len(parts[0].shape) == 2 else vector(ops, parts)
         nbytes += value.nbytes

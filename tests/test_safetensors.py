@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import re
 import subprocess
 import sys
@@ -75,6 +76,37 @@ def test_arrays_are_views_and_survive_dropping(tmp_path):
     del tensors, tensor
     gc.collect()
     assert np.array_equal(array, data + 1)  # an array keeps its mapping alive
+
+
+def test_bytes_are_read_without_the_map(tmp_path):
+    values = np.arange(1000, dtype=np.uint16)
+    safetensors.numpy.save_file({"a": values[:10], "w": values}, tmp_path / SINGLE)
+    tensor = read_file(tmp_path / SINGLE)["w"]
+    buffer = bytearray(600)
+    tensor.read_into(memoryview(buffer), 500)
+    assert bytes(buffer) == values.tobytes()[500:1100]
+    (tmp_path / SINGLE).unlink()  # a snapshot may be replaced while it is open
+    tensor.read_into(memoryview(buffer), 1400)
+    assert bytes(buffer) == values.tobytes()[1400:]
+
+
+def test_a_read_past_the_end_is_refused(tmp_path):
+    safetensors.numpy.save_file({"w": np.zeros(100, np.uint16)}, tmp_path / SINGLE)
+    tensor = read_file(tmp_path / SINGLE)["w"]
+    os.truncate(tmp_path / SINGLE, tensor.start + 120)
+    with pytest.raises(UserError, match="cut off while it was read, in tensor w") as error:
+        tensor.read_into(memoryview(bytearray(200)), 0)
+    assert tmp_path.name in str(error.value) and error.value.hint
+
+
+def test_descriptors_are_closed_with_the_maps(tmp_path):
+    safetensors.numpy.save_file({"w": np.zeros(100, np.uint16)}, tmp_path / SINGLE)
+    descriptor = (tensor := read_file(tmp_path / SINGLE)["w"]).file
+    os.fstat(descriptor)
+    del tensor
+    gc.collect()
+    with pytest.raises(OSError):
+        os.fstat(descriptor)
 
 
 def test_a_misaligned_file_still_reads(tmp_path):

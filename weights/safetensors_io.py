@@ -7,6 +7,8 @@ little-endian data. Every byte of the data must belong to exactly one tensor, el
 import json
 import math
 import mmap
+import os
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +28,10 @@ AGAIN = "the download may be incomplete: fetch the checkpoint again"
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor of a file. dtype: the file's own word (BF16, F32 ...). start: its first byte in the file."""
+    """One tensor of a file. dtype: the file's own word (BF16, F32 ...). start: its first byte in the file.
+
+    map, file: the file mapped, and its descriptor, which closes with the map.
+    """
 
     name: str
     dtype: str
@@ -34,6 +39,7 @@ class Tensor:
     path: Path
     start: int
     map: mmap.mmap = field(repr=False)
+    file: int = field(repr=False)
 
     @property
     def nbytes(self):
@@ -45,6 +51,23 @@ class Tensor:
         kind = np.dtype(DTYPES[self.dtype])
         flat = np.frombuffer(self.map, kind, math.prod(self.shape), self.start)
         return (flat if self.start % kind.itemsize == 0 else flat.copy()).reshape(self.shape)
+
+    def read_into(self, buffer, first):
+        """Fill buffer with the bytes from byte `first` of the tensor on, without the map; any thread may.
+
+        A page that is mapped costs a fault, and one that the file has lost since ends the process. Errors: UserError.
+        """
+        done = 0
+        while done < len(buffer):
+            try:
+                count = os.preadv(self.file, [buffer[done:]], self.start + first + done)
+            except OSError as error:
+                raise UserError(f"cannot read {self.path}: {error.strerror or error}") from None
+            if count == 0:
+                raise UserError(
+                    f"{self.path} was cut off while it was read, in tensor {self.name}", hint=AGAIN
+                )
+            done += count
 
     def drop(self):
         """Tell the system that these pages are not needed for now, so that a load does not hold the file twice."""
@@ -118,6 +141,8 @@ def read_file(path):
                 raise UserError(f"{path}: header of {length} bytes, at most {MAX_HEADER} are allowed")
             header = parse_object(file.read(length), f"{path}: header")
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            descriptor = os.dup(file.fileno())
+            weakref.finalize(mapped, os.close, descriptor)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from None
     if not isinstance(header.pop("__metadata__", {}), dict):
@@ -126,7 +151,7 @@ def read_file(path):
     for name, entry in header.items():
         dtype, shape, begin, end = _entry(path, name, entry)
         spans.append((begin, end, name))
-        tensors[name] = Tensor(name, dtype, shape, path, 8 + length + begin, mapped)
+        tensors[name] = Tensor(name, dtype, shape, path, 8 + length + begin, mapped, descriptor)
     end_before, before = 0, "the header"
     for begin, end, name in sorted(spans):
         if begin != end_before:

@@ -9,7 +9,7 @@ from ..host import Replay
 from ..launch import CudaDevice
 from ..ops import DTYPES, storage
 from . import GpuBackend, as_stored, stacked_shape
-from .staging import Staging
+from .staging import HostArray, Staging
 
 
 def _cupy():
@@ -25,6 +25,11 @@ def _cupy():
             f"CuPy does not start: {words}", "repair it, or use --backend numba", code=3
         ) from error
     return cupy
+
+
+def is_stored_as(part, dtype):
+    """Whether a file holds a checkpoint tensor as it is wanted, so that its bytes go to the GPU unseen."""
+    return hasattr(part, "read_into") and {"BF16": np.uint16, "F32": np.float32}.get(part.dtype) == dtype
 
 
 class _Failures:
@@ -116,16 +121,29 @@ class CudaBackend(GpuBackend):
         with self._place:
             return self._cupy.cuda.runtime.memGetInfo()[0] + self._cupy.get_default_memory_pool().free_bytes()
 
+    def read_ahead(self, weights):
+        """Announce the parts of the next calls of `weight`, in order: they are read while earlier ones are copied.
+
+        weights: lists of checkpoint tensors. Tensors that need another type here are read when they are asked for.
+        """
+        with self._failures:
+            for parts in weights:
+                dtype = np.uint16 if all(part.dtype == "BF16" for part in parts) else np.float32
+                self._stage().read_ahead([part for part in parts if is_stored_as(part, dtype)])
+
     def load(self, parts, dtype):
         """Device array (rows, cols) of tensors stacked along rows, in u16 or f32."""
         data, at = self.empty(stacked_shape(parts), dtype), 0
         with self._failures:
-            self._staging = self._staging or Staging(self.device)
             for part in parts:
-                values = as_stored(part, dtype)
-                self._staging.copy(values, data.data.ptr + at)
-                at += values.nbytes
+                source = part if is_stored_as(part, dtype) else HostArray(as_stored(part, dtype))
+                self._stage().copy(source, data.data.ptr + at)
+                at += source.nbytes
         return data
+
+    def _stage(self):
+        self._staging = self._staging or Staging(self.device)
+        return self._staging
 
     def compile(self, calls):
         """A program that replays checked calls in order: a graph, or the calls one by one (graph=False)."""

@@ -1,67 +1,121 @@
-"""Staging: host memory to the GPU through a few pinned buffers that threads fill while others are copied.
+"""Staging: files to the GPU through a ring of pinned buffers, which threads fill ahead of the copies.
 
-A checkpoint is a mapped file, which the GPU cannot read at full speed; pinned memory can be, and one thread does not
-fill it as fast as PCIe empties it.
+The GPU reads pinned memory at the full rate of PCIe, mapped files not; and no single thread copies out of the page cache
+that fast. So threads read pieces of the coming tensors, each into a buffer of its own, while earlier ones are copied.
 """
 
 import ctypes
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-PIECE = 32 << 20  # bytes of a buffer
-BUFFERS = 3  # one is filled, one is copied, one is ready
-THREADS = 8  # that fill a buffer, each a share of it
+PIECE = 8 << 20  # bytes of a buffer
+THREADS = 14  # that read
+COPIES = 3  # buffers under way to the GPU before the oldest is waited for
+
+
+class HostArray:
+    """A contiguous array as a source; the other kind is a file's Tensor (weights/safetensors_io.py)."""
+
+    def __init__(self, values):
+        self._bytes = values.reshape(-1).view(np.uint8)
+        self.nbytes = values.nbytes
+
+    def read_into(self, buffer, first):
+        """Fill buffer with the bytes from `first` on."""
+        np.frombuffer(buffer, np.uint8)[:] = self._bytes[first : first + len(buffer)]
+
+
+class _Buffer:
+    """PIECE bytes of pinned memory and the event that says that they have been copied."""
+
+    def __init__(self, device):
+        driver = device.driver
+        self.address = int(device.do(driver.cuMemHostAlloc(PIECE, 0)))
+        self.event = device.do(driver.cuEventCreate(2))  # 2: without timing
+        self.bytes = memoryview((ctypes.c_uint8 * PIECE).from_address(self.address)).cast("B")
 
 
 class Staging:
-    """Pinned buffers on a CudaDevice. Copies go to its stream, so kernels launched later see them."""
+    """The ring, on a CudaDevice. Copies go to its stream, so kernels launched later see them.
+
+    Sources have `nbytes` and `read_into(buffer, first)`, which threads call.
+    """
 
     def __init__(self, device):
-        self._device, driver = device, device.driver
-        device.enter()
-        self._buffers = [int(device.do(driver.cuMemHostAlloc(PIECE, 0))) for _ in range(BUFFERS)]
-        self._events = [device.do(driver.cuEventCreate(2)) for _ in range(BUFFERS)]  # 2: without timing
-        self._turn = 0
+        self._device = device
         self._pool = ThreadPoolExecutor(THREADS, "staging")
+        self._buffers = []  # made as they are needed: pinning them all takes as long as filling them
+        self._free = []
+        self._coming = deque()  # (source, first byte) of pieces to read
+        self._reading = deque()  # (source, first byte, bytes, buffer, future), in order
+        self._copying = deque()  # buffers, in order
 
-    def copy(self, values, address):
-        """Begin to copy a contiguous host array to a device address; on return the host array is no longer read."""
+    def read_ahead(self, sources):
+        """Announce what `copy` gets next, in this order: threads may read it before."""
+        for source in sources:
+            self._coming.extend((source, first) for first in range(0, source.nbytes, PIECE))
+
+    def copy(self, source, address):
+        """Begin to copy a whole source to a device address; on return it is no longer read."""
         device, driver = self._device, self._device.driver
-        source = values.reshape(-1).view(np.uint8)
+        if source.nbytes and not self._is_next(source):
+            self._forget()
+            self.read_ahead([source])
         device.enter()
-        for first in range(0, len(source), PIECE):
-            piece = source[first : first + PIECE]
-            turn = self._turn
-            self._turn = (turn + 1) % BUFFERS
-            device.do(driver.cuEventSynchronize(self._events[turn]))  # at once for one never recorded
-            self._fill(self._buffers[turn], piece)
-            device.do(
-                driver.cuMemcpyHtoDAsync(
-                    address + first, self._buffers[turn], len(piece), device.driver_stream
-                )
-            )
-            device.do(driver.cuEventRecord(self._events[turn], device.driver_stream))
+        for first in range(0, source.nbytes, PIECE):
+            self._read()
+            _, _, count, buffer, reading = self._reading.popleft()
+            self._copying.append(buffer)
+            reading.result()
+            device.do(driver.cuMemcpyHtoDAsync(address + first, buffer.address, count, device.driver_stream))
+            device.do(driver.cuEventRecord(buffer.event, device.driver_stream))
 
-    def _fill(self, buffer, piece):
-        """Copy piece to pinned memory, a share a thread (NumPy lets go of the interpreter's lock)."""
-        target = np.frombuffer((ctypes.c_uint8 * len(piece)).from_address(buffer), np.uint8)
-        step = max(1 << 20, -(-len(piece) // THREADS))
+    def _is_next(self, source):
+        """Whether the next piece to copy is this source's first."""
+        coming = self._reading or self._coming
+        return bool(coming) and coming[0][0] is source and coming[0][1] == 0
 
-        def fill(first):
-            target[first : first + step] = piece[first : first + step]
+    def _forget(self):
+        """Drop what was read ahead: something else is wanted."""
+        self._coming.clear()
+        for *_, buffer, reading in self._reading:
+            if not reading.cancel():
+                reading.exception()  # waits; an error of what nobody wants is none
+            self._free.append(buffer)
+        self._reading.clear()
 
-        list(self._pool.map(fill, range(0, len(piece), step)))
+    def _read(self):
+        """Give every buffer that is free to a thread, with the next piece."""
+        while self._coming and (buffer := self._take()):
+            source, first = self._coming.popleft()
+            count = min(PIECE, source.nbytes - first)
+            reading = self._pool.submit(source.read_into, buffer.bytes[:count], first)
+            self._reading.append((source, first, count, buffer, reading))
+
+    def _take(self):
+        """A buffer to fill, or None while all are in use. Waits for the oldest copy when more than COPIES go on."""
+        if self._free:
+            return self._free.pop()
+        if len(self._buffers) < THREADS + COPIES:
+            self._buffers.append(_Buffer(self._device))
+            return self._buffers[-1]
+        if len(self._copying) <= COPIES:
+            return None
+        buffer = self._copying.popleft()
+        self._device.do(self._device.driver.cuEventSynchronize(buffer.event))
+        return buffer
 
     def __del__(self):
         pool = getattr(self, "_pool", None)
         if pool is None:
             return
-        pool.shutdown()
+        pool.shutdown(cancel_futures=True)
         try:
             self._device.synchronize()  # buffers may still be read
-            for buffer, event in zip(self._buffers, self._events, strict=True):
-                self._device.driver.cuMemFreeHost(buffer)
-                self._device.driver.cuEventDestroy(event)
+            for buffer in self._buffers:
+                self._device.do(self._device.driver.cuMemFreeHost(buffer.address))
+                self._device.do(self._device.driver.cuEventDestroy(buffer.event))
         except RuntimeError:  # the device is lost, its memory with it
             pass

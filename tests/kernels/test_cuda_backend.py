@@ -5,7 +5,10 @@ captured once with its kernels loaded before, and failures are one line.
 """
 
 import ctypes
+import os
+import threading
 import types
+from dataclasses import replace
 from importlib import util
 
 import numpy as np
@@ -13,6 +16,7 @@ import pytest
 from minidflash.kernels import launch, source
 from minidflash.kernels.gpu import cuda, staging
 from minidflash.kernels.ops import Ops
+from minidflash.weights.safetensors_io import open_tensors
 
 from minidflash.errors import UserError
 from tests.cases import Make
@@ -143,16 +147,83 @@ def embedding(ops, rng):
     return ops.weight([Make(rng).w(9, 24)]), ids, ops.array((2, 24), "A")
 
 
-def test_weights_are_copied_piece_by_piece(opened, rng, monkeypatch):
-    monkeypatch.setattr(staging, "PIECE", 1000)  # many turns of the three buffers
+@pytest.fixture
+def small_ring(monkeypatch):
+    """Pinned buffers so few and small that each is filled many times. Returns their number."""
+    for name, value in {"PIECE": 1000, "THREADS": 2, "COPIES": 1}.items():
+        monkeypatch.setattr(staging, name, value)
+    return 3
+
+
+def test_weights_are_copied_piece_by_piece(opened, rng, small_ring):
     ops, driver = opened()
     parts = [Make(rng, weights="bf16").w(50, 33), Make(rng, weights="bf16").w(7, 33)]
     found = ops.weight(parts, "q")
     assert (found.dtype, found.layout, found.shape) == ("bf16", "plain", (57, 33))
     assert (ops.download(found.data) == np.concatenate([p.array for p in parts])).all()
-    assert driver.count("cuMemcpyHtoDAsync") == 4 + 1 and driver.count("cuMemHostAlloc") == staging.BUFFERS
+    assert driver.count("cuMemcpyHtoDAsync") == 4 + 1 and driver.count("cuMemHostAlloc") == small_ring
     mixed = ops.weight([Make(rng, weights="f32").w(5, 8), Make(rng, weights="bf16").w(3, 8)])
     assert mixed.dtype == "f32" and not (ops.download(mixed.data)[5:].view(np.uint32) & 0xFFFF).any()
+
+
+def written(folder, rng, count=4):
+    """Checkpoint tensors w0, w1 ... in a file: 50 x 33 u16 each, which are 4 pieces of the small ring."""
+    from safetensors.numpy import save_file
+
+    arrays = {f"w{i}": rng.integers(0, 2**16, (50, 33)).astype(np.uint16) for i in range(count)}
+    save_file(arrays, folder / "model.safetensors")
+    found = open_tensors(folder)[0]
+    return [replace(found[name], dtype="BF16") for name in arrays]
+
+
+@pytest.mark.parametrize("asked", [[0, 1, 2, 3], [0, 2, 3, 1], [3, 0, 0], [1]], ids=str)
+def test_what_is_read_ahead_may_be_asked_for_in_any_order(opened, rng, small_ring, tmp_path, asked):
+    ops, driver = opened()
+    tensors = written(tmp_path, rng)
+    ops.read_ahead([[tensor] for tensor in tensors])
+    for i in asked:
+        assert (ops.download(ops.weight([tensors[i]], "q").data) == tensors[i].array).all()
+    assert driver.count("cuMemcpyHtoDAsync") == 4 * len(asked)
+    assert driver.count("cuMemHostAlloc") == small_ring
+
+
+def test_reading_runs_ahead_of_the_copies(opened, rng, small_ring, tmp_path):
+    """Pieces of the second tensor are read though only the first was asked for; none is read twice."""
+    ops, _ = opened()
+    tensors, seen, is_ahead = written(tmp_path, rng, 2), [], threading.Event()
+
+    class Watched:
+        def __init__(self, tensor):
+            self.tensor = tensor
+
+        def __getattr__(self, name):
+            return getattr(self.tensor, name)
+
+        def read_into(self, buffer, first):
+            seen.append((self.tensor.name, first))
+            if self.tensor.name == "w1":
+                is_ahead.set()
+            self.tensor.read_into(buffer, first)
+
+    watched = [Watched(tensor) for tensor in tensors]
+    ops.read_ahead([[one] for one in watched])
+    ops.weight(watched[:1], "q")
+    assert is_ahead.wait(10)
+    ops.weight(watched[1:], "q")
+    assert sorted(seen) == [(name, first) for name in ("w0", "w1") for first in (0, 1000, 2000, 3000)]
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_one_line(opened, rng, small_ring, tmp_path):
+    ops, _ = opened()
+    tensors = written(tmp_path, rng)
+    os.truncate(tensors[0].path, tensors[2].start + 1500)
+    ops.read_ahead([[tensor] for tensor in tensors])
+    ops.weight(tensors[:1], "q"), ops.weight(tensors[1:2], "q")
+    with pytest.raises(UserError, match="cut off while it was read, in tensor w2") as caught:
+        ops.weight(tensors[2:3], "q")
+    assert "\n" not in str(caught.value) and caught.value.hint
+    os.truncate(tensors[0].path, tensors[3].start + tensors[3].nbytes)  # and the ring is not stuck
+    assert not ops.download(ops.weight(tensors[3:], "q").data).any()
 
 
 def test_buffers_come_back_as_they_were_put(opened, rng):
