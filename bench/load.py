@@ -1,0 +1,187 @@
+"""Loading: a sharded safetensors checkpoint of true Qwen3-8B shape from the page cache to packed device memory.
+
+    python bench/load.py [--folder /dev/shm] [--layers 36] [--pieces MB ...] [--threads N ...] [--copies N ...]
+
+In one call: the rate of pinned memory to the device; of threads that read the files into such buffers, without a device;
+of the engine's own path (engine.build: read, copy, pack, allocation of both sides included). Several pieces, threads or
+copies: every combination is tried. Writes bench/results/load.json, or into $OUT.
+"""
+
+import argparse
+import ctypes
+import itertools
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import record
+import round as rounds
+from minidflash.kernels.gpu import staging
+from minidflash.weights import names
+from minidflash.weights.safetensors_io import INDEX, open_tensors
+from shapes import configs
+
+import minidflash as md
+from minidflash.engine import build
+
+SHARD = 4 << 30  # bytes a file, about what such checkpoints have
+POOL = 64 << 20  # random bytes that are written again and again
+
+
+def write_checkpoint(folder, config):
+    """Shards and index of a model of this shape, random bf16; the files are then in the page cache. Returns bytes."""
+    table = names.FAMILIES[config.family](config)
+    shapes = dict(pair for parts in table.values() for pair in parts)
+    shapes["lm_head.weight"] = (config.vocab, config.width)
+    shards, room = [{}], SHARD
+    for name, shape in shapes.items():
+        size = 2 * int(np.prod(shape))
+        if size > room and shards[-1]:
+            shards.append({})
+            room = SHARD
+        shards[-1][name] = shape
+        room -= size
+    pool = memoryview(np.random.default_rng(0).bytes(POOL))
+    total, place = 0, {}
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        for i, shard in enumerate(shards):
+            file, header, at = f"model-{i + 1:05}-of-{len(shards):05}.safetensors", {}, 0
+            for name, shape in shard.items():
+                end = at + 2 * int(np.prod(shape))
+                header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, end]}
+                place[name], at = file, end
+            text = json.dumps(header).encode()
+            text += b" " * (-len(text) % 8)
+            with (folder / file).open("wb") as out:
+                out.write(len(text).to_bytes(8, "little") + text)
+                out.flush()
+                start, descriptor = 8 + len(text), out.fileno()
+                os.truncate(descriptor, start + at)
+                list(
+                    threads.map(
+                        lambda first, fd=descriptor, start=start, end=at: os.pwrite(
+                            fd, pool[: min(POOL, end - first)], start + first
+                        ),
+                        range(0, at, POOL),
+                    )
+                )
+            total += at
+    (folder / INDEX).write_text(json.dumps({"weight_map": place}))
+    return total
+
+
+def pinned_rate(device, size=256 << 20, repeat=9):
+    """Bytes a second of copies from pinned memory, each alone; the median."""
+    import cupy
+
+    host, there = cupy.cuda.alloc_pinned_memory(size), cupy.empty(size, cupy.uint8)
+    ctypes.memset(host.ptr, 1, size)
+    begin, end, times = cupy.cuda.Event(), cupy.cuda.Event(), []
+    for _ in range(repeat + 1):
+        begin.record()
+        there.data.copy_from_host_async(host.ptr, size, cupy.cuda.get_current_stream())
+        end.record()
+        end.synchronize()
+        times.append(1e-3 * cupy.cuda.get_elapsed_time(begin, end))
+    return size / median(times[1:])
+
+
+def read_rate(tensors, threads, piece):
+    """Bytes a second of threads that read all tensors, each thread into a buffer of its own that is in memory."""
+    jobs = [(t, first) for t in tensors.values() for first in range(0, t.nbytes, piece)]
+    buffers = [np.ones(piece, np.uint8) for _ in range(threads)]
+
+    def run(i):
+        view = memoryview(buffers[i])
+        for tensor, first in jobs[i::threads]:
+            tensor.read_into(view[: min(piece, tensor.nbytes - first)], first)
+
+    with ThreadPoolExecutor(threads) as pool:
+        since = time.perf_counter()
+        list(pool.map(run, range(threads)))
+        return sum(t.nbytes for t in tensors.values()) / (time.perf_counter() - since)
+
+
+def load_seconds(ops, config, tensors):
+    """Seconds of the engine's path, until the device is done."""
+    bound = names.bind_target(config, tensors)
+    ops.backend.compile([])  # lets go of pinned buffers: each load makes its own, as a user's does
+    since = time.perf_counter()
+    model = build(ops, config, bound, 16)
+    if ops.name == "cuda":
+        ops.backend.device.synchronize()
+    seconds = time.perf_counter() - since
+    del model
+    if ops.name == "cuda":
+        import cupy
+
+        cupy.get_default_memory_pool().free_all_blocks()  # the next load asks the driver, as a user's does
+    return seconds
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--folder", type=Path, help="where the checkpoint is made: memory or a disk with room"
+    )
+    parser.add_argument("--shape", default="qwen3-8b")
+    parser.add_argument("--layers", type=int, help="fewer than the shape has")
+    parser.add_argument("--backend", default="cuda")
+    parser.add_argument("--repeat", type=int, default=3)
+    for name, default in (
+        ("pieces", staging.PIECE >> 20),
+        ("threads", staging.THREADS),
+        ("copies", staging.COPIES),
+    ):
+        parser.add_argument(f"--{name}", type=int, nargs="+", default=[default])
+    args = parser.parse_args()
+    config = configs(args.shape, 64)[0]
+    if args.layers:
+        config = type(config)(**{**vars(config), "layers": args.layers, "windows": (0,) * args.layers})
+    ops = md.ops(args.backend)
+    folder = Path(tempfile.mkdtemp(prefix="minidflash-load-", dir=args.folder))
+    try:
+        found = measure(ops, config, folder, args)
+    finally:
+        shutil.rmtree(folder)
+    print(record.write("load", found, **rounds.device(ops)))
+
+
+def measure(ops, config, folder, args):
+    since = time.perf_counter()
+    size = write_checkpoint(folder, config)
+    print(f"{size / 1e9:.2f} GB written in {time.perf_counter() - since:.1f} s", flush=True)
+    found = {"shape": args.shape, "layers": config.layers, "gb": round(size / 1e9, 3), "backend": ops.name}
+    if ops.name == "cuda":
+        found["pinned_gb_per_s"] = round(pinned_rate(ops.backend.device) / 1e9, 2)
+        print(f"pinned memory to device {found['pinned_gb_per_s']} GB/s", flush=True)
+    tensors = open_tensors(folder)[0]
+    found["loads"] = []
+    for piece, threads, copies in itertools.product(args.pieces, args.threads, args.copies):
+        staging.PIECE, staging.THREADS, staging.COPIES = piece << 20, threads, copies
+        read = read_rate(tensors, threads, piece << 20)
+        seconds = [load_seconds(ops, config, tensors) for _ in range(args.repeat)]
+        rate = size / median(seconds)
+        one = {
+            "piece_mb": piece, "threads": threads, "copies": copies, "read_gb_per_s": round(read / 1e9, 2),
+            "gb_per_s": round(rate / 1e9, 2), "seconds": [round(s, 3) for s in seconds],
+        }  # fmt: skip
+        if ops.name == "cuda":
+            one["of_pinned"] = round(rate / 1e9 / found["pinned_gb_per_s"], 3)
+        found["loads"].append(one)
+        print(one, flush=True)
+    return found
+
+
+if __name__ == "__main__":
+    main()
