@@ -9,6 +9,7 @@ copies: every combination is tried. Writes bench/results/load.json, or into $OUT
 
 import argparse
 import ctypes
+import gc
 import itertools
 import json
 import os
@@ -112,10 +113,10 @@ def read_rate(tensors, threads, piece):
         return sum(t.nbytes for t in tensors.values()) / (time.perf_counter() - since)
 
 
-def load_seconds(ops, config, tensors):
-    """Seconds of the engine's path, until the device is done."""
-    bound = names.bind_target(config, tensors)
-    ops.backend.compile([])  # lets go of pinned buffers: each load makes its own, as a user's does
+def load_seconds(backend, config, tensors):
+    """Seconds of the engine's path, until the device is done. A new backend: each load pins memory of its own."""
+    gc.collect()
+    ops, bound = md.ops(backend), names.bind_target(config, tensors)
     since = time.perf_counter()
     model = build(ops, config, bound, 16)
     if ops.name == "cuda":
@@ -170,7 +171,7 @@ def measure(ops, config, folder, args):
     for piece, threads, copies in itertools.product(args.pieces, args.threads, args.copies):
         staging.PIECE, staging.THREADS, staging.COPIES = piece << 20, threads, copies
         read = read_rate(tensors, threads, piece << 20)
-        seconds = [load_seconds(ops, config, tensors) for _ in range(args.repeat)]
+        seconds = [load_seconds(ops.name, config, tensors) for _ in range(args.repeat)]
         rate = size / median(seconds)
         one = {
             "piece_mb": piece, "threads": threads, "copies": copies, "read_gb_per_s": round(read / 1e9, 2),
