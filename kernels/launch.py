@@ -258,6 +258,10 @@ class CudaDevice:
         def ask(what):
             return self.do(driver.cuFuncGetAttribute(getattr(attribute, f"CU_FUNC_ATTRIBUTE_{what}"), handle))
 
+        # One division of L1 and shared memory for all: a multiprocessor changes it only when it is empty, which kept
+        # the next kernel's blocks waiting for the last one's.
+        carveout = attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+        self.do(driver.cuFuncSetAttribute(handle, carveout, 100))
         function = CudaFunction(
             name, parameters, handle, ask("SHARED_SIZE_BYTES"), ask("NUM_REGS"), ask("LOCAL_SIZE_BYTES")
         )

@@ -1,7 +1,7 @@
-/* fuse_fast: f = hidden_norm(fc taps). Tiles go to the workspace as f32 when their last slice has come; the
- *         block that ends last norms the rows.
- * Grid:   skinny.cuh.
- * Moves:  D*C*2 bytes; bound by HBM, with a tail of rows*D*4 bytes through one block.
+/* fuse_fast: f = hidden_norm(fc taps). Tiles go to the workspace as f32 when their last slice has come; once
+ *         all have, a block norms a row.
+ * Grid:   skinny.cuh; all blocks are on the card together, so the first `rows` of them can wait for the rest.
+ * Moves:  D*C*2 bytes; bound by HBM, with a tail of D*4 bytes through a block.
  * Truth:  oracle.py fuse. */
 #include "skinny.cuh"
 
@@ -36,18 +36,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     float* y = work + SQUARES * slices + (size_t)tiles * slices * UNITS * 64;  // behind the slices' sums
     KeepRows sink{task, y, counters, work, outputs};
     skinny<false>(task, Weights{cols, w}, taps, nullptr, nullptr, nullptr, sink);
-    if (!last_to_arrive(counters + tiles, gridDim.x)) return;
-    for (int row = warp_index(); row < rows; row += THREADS / 32) {  // one warp a row: its bits are its own
+    int normers = min(rows, (int)gridDim.x);
+    __syncthreads();
+    if (threadIdx.x == 0) red_add_release(counters + tiles, 1);
+    if ((int)blockIdx.x >= normers) return;
+    if (threadIdx.x == 0)
+        while (load_acquire(counters + tiles) != gridDim.x) {
+        }
+    __syncthreads();
+    for (int row = blockIdx.x; row < rows; row += normers) {
         const float* from = y + (size_t)row * outputs;
         float sum = 0.f;
-#pragma unroll 16
-        for (int n = lane_index(); n < outputs; n += 32) {
+#pragma unroll 8
+        for (int n = threadIdx.x; n < outputs; n += THREADS) {
             float value = __ldcg(from + n);
             sum += value * value;
         }
-        float r = rsqrtf(warp_sum(sum) / outputs + eps);
-#pragma unroll 16
-        for (int n = lane_index(); n < outputs; n += 32)
+        float r = rsqrtf(block_sum(sum) / outputs + eps);
+#pragma unroll 8
+        for (int n = threadIdx.x; n < outputs; n += THREADS)
             f[(size_t)row * outputs + n] = to_bf16(norm[n] * (__ldcg(from + n) * r));
     }
+    if (last_to_arrive(counters + tiles + 1, normers) && threadIdx.x == 0)
+        store_release(counters + tiles, 0);  // all who waited for it have gone on
 }

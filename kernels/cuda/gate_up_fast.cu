@@ -17,10 +17,14 @@ struct Swiglu {
 
     __device__ __forceinline__ void prepare(int) const {}
     __device__ __forceinline__ void end() const {}
+    __device__ __forceinline__ void use_squares(float sum) {
+        scale.make(task, sum, eps);
+        has_scale = true;
+    }
 
     __device__ __forceinline__ void operator()(int tile, float2 (&v)[UNITS]) {
         if (!merge(task, work, counters, tile, v)) return;
-        if (!has_scale) scale.make(task, work, eps);
+        if (!has_scale) scale.gather(task, work, eps);
         has_scale = true;
         int f = 8 * tile + row_of();
 #pragma unroll

@@ -20,14 +20,13 @@ struct KeepBest {
     float* work;
     float eps;
     int limit;
-    bool has_scale;
     Best best[UNITS];
 
     __device__ __forceinline__ void prepare(int) const {}
 
+    __device__ __forceinline__ void use_squares(float sum) { scale.make(task, sum, eps); }
+
     __device__ __forceinline__ void operator()(int tile, float2 (&v)[UNITS]) {
-        if (!has_scale) scale.make(task, work, eps);
-        has_scale = true;
         int n = 16 * tile + row_of();
 #pragma unroll
         for (int q = 0; q < UNITS; ++q) {
@@ -61,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     __shared__ RowScale scale;
     int tiles = (outputs + 15) / 16;
     Task task = make_task(rows, cols, tiles, 1);
-    KeepBest sink{task, scale, work, eps, min(limit, outputs), false, {}};
+    KeepBest sink{task, scale, work, eps, min(limit, outputs), {}};
 #pragma unroll
     for (int q = 0; q < UNITS; ++q) sink.best[q] = Best{-infinity(), 0x7fffffff};
     skinny<true>(task, Weights{cols, w}, x, pick, norm, work, sink);
@@ -82,18 +81,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 struct KeepLogits {
     const Task& task;
     RowScale& scale;
-    const float* squares;
     float* logits;
     float eps;
     int outputs;
-    bool has_scale;
 
     __device__ __forceinline__ void prepare(int) const {}
     __device__ __forceinline__ void end() const {}
 
+    __device__ __forceinline__ void use_squares(float sum) { scale.make(task, sum, eps); }
+
     __device__ __forceinline__ void operator()(int tile, float2 (&v)[UNITS]) {
-        if (!has_scale) scale.make(task, squares, eps);
-        has_scale = true;
         int n = 16 * tile + row_of();
 #pragma unroll
         for (int q = 0; q < UNITS; ++q) {
@@ -112,6 +109,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     __shared__ RowScale scale;
     int tiles = (outputs + 15) / 16;
     Task task = make_task(rows, cols, tiles, 1);
-    KeepLogits sink{task, scale, work, logits, eps, outputs, false};
+    KeepLogits sink{task, scale, logits, eps, outputs};
     skinny<true>(task, Weights{cols, w}, x, pick, norm, work, sink);
 }

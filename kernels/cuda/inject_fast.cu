@@ -1,6 +1,6 @@
 /* inject_fast: k and v of every drafter layer from the context features, into the caches at each row's slot
  *         and position: one product over the stacked weights [L][k, v][G][K].
- * Grid:   skinny.cuh; heads are finished as skinny_heads.cuh says.
+ * Grid:   skinny.cuh; heads end as skinny_heads.cuh says.
  * Moves:  L*2*G*K*D*2 bytes; bound by HBM.
  * Truth:  oracle.py inject. */
 #include "skinny_heads.cuh"
@@ -24,16 +24,12 @@ struct InjectRule {
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     inject_fast(const u16* wkv, const bf16* f, const float* kv_bias, const float* k_norm, const float* cos,
-                const float* sin, const int* slot, const int* pos, bf16* cache_k, bf16* cache_v,
-                u32* counters, float* work, float eps, int rows, int cols, int slices, int layers, int slots,
-                int groups, int size, int pairs, int cached) {
-    int heads = layers * 2 * groups, tiles = (heads * size + 15) / 16;
-    Task task = make_task(rows, cols, tiles, slices);
-    KeepSlice sink{task, work};
-    skinny<false>(task, Weights{cols, wkv}, f, nullptr, nullptr, nullptr, sink);
-    heads = opaque(layers) * 2 * groups, tiles = (heads * size + 15) / 16;
-    task = again(rows, cols, tiles, slices);
+                const float* sin, const int* slot, const int* pos, bf16* cache_k, bf16* cache_v, float eps,
+                int rows, int cols, int layers, int slots, int groups, int size, int pairs, int cached) {
+    int heads = layers * 2 * groups;
+    HeadWeights weights{cols, wkv, nullptr, heads * size, 0};
+    Task task = make_task(rows, cols, weights.tiles(), 1);
     InjectRule rule{kv_bias, k_norm, slot, pos, cache_k, cache_v, slots, groups, size, cached};
-    finish_heads(task, Heads{size, heads, heads, tiles}, work, counters, false, eps, cos, sin, pairs, pos,
-                 rule);
+    EndHeads<InjectRule> sink{task, rule, cos, sin, pos, eps, pairs, size, heads * size, 0, nullptr};
+    skinny<false>(task, weights, f, nullptr, nullptr, nullptr, sink);
 }

@@ -1,6 +1,6 @@
 /* qkv_fast: q = rope(qnorm(Wq n(x))); k and v likewise (v plain) into the caches at each row's slot and
  *         position.
- * Grid:   skinny.cuh over the tiles of Wq, then of Wkv; heads are finished as skinny_heads.cuh says.
+ * Grid:   skinny.cuh over the tiles of Wq, then of Wkv; heads end as skinny_heads.cuh says.
  * Moves:  (H + 2G)*K*D*2 bytes; bound by HBM.
  * Truth:  oracle.py qkv; here x times the norm's scale is rounded to bf16 before the product. */
 #include "skinny_heads.cuh"
@@ -30,16 +30,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     qkv_fast(const u16* wq, const u16* wkv, const bf16* x, const float* norm, const float* q_bias,
              const float* kv_bias, const float* q_norm, const float* k_norm, const float* cos,
              const float* sin, const int* slot, const int* pos, bf16* cache_k, bf16* cache_v, bf16* q,
-             u32* counters, float* work, float eps, int rows, int cols, int slices, int heads, int groups,
-             int size, int pairs, int cached) {
-    int q_tiles = (heads * size + 15) / 16, kv_tiles = (2 * groups * size + 15) / 16;
-    Task task = make_task(rows, cols, q_tiles + kv_tiles, slices);
-    KeepSlice sink{task, work};
-    skinny<true>(task, Weights{cols, wq, wkv, heads, size}, x, nullptr, norm, work, sink);
-    size = opaque(size), q_tiles = (heads * size + 15) / 16, kv_tiles = (2 * groups * size + 15) / 16;
-    task = again(rows, cols, q_tiles + kv_tiles, slices);
+             float eps, int rows, int cols, int heads, int groups, int size, int pairs, int cached) {
+    __shared__ RowScale scale;
+    HeadWeights weights{cols, wq, wkv, heads * size, 2 * groups * size};
+    Task task = make_task(rows, cols, weights.tiles(), 1);
     QkvRule rule{q_bias,  kv_bias, q_norm, k_norm, slot, pos,   cache_k,
                  cache_v, q,       heads,  groups, size, cached};
-    finish_heads(task, Heads{size, heads + 2 * groups, heads, q_tiles}, work, counters, true, eps, cos, sin,
-                 pairs, pos, rule);
+    EndHeads<QkvRule> sink{task,  rule, cos, sin, pos, eps, pairs, size, heads * size, 2 * groups * size,
+                           &scale};
+    skinny<true>(task, weights, x, nullptr, norm, nullptr, sink);
 }

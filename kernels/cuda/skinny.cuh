@@ -30,7 +30,8 @@ struct Cursor {
     const char* at;
     int tile, step;
 
-    __device__ __forceinline__ void start(const Task& task, const Weights& weights, int tile_) {
+    template <class Matrix>
+    __device__ __forceinline__ void start(const Task& task, const Matrix& weights, int tile_) {
         tile = tile_, step = 0;
         if (tile < task.tiles)
             at = weights.at(tile) + (task.begin + warp_index()) * CHUNK_BYTES + 16 * lane_index();
@@ -41,7 +42,8 @@ struct Cursor {
         return tile < task.tiles ? own_chunks(task) - step * CHUNKS : 0;
     }
 
-    __device__ __forceinline__ void advance(const Task& task, const Weights& weights) {
+    template <class Matrix>
+    __device__ __forceinline__ void advance(const Task& task, const Matrix& weights) {
         at += CHUNKS * WARPS * CHUNK_BYTES;
         if (++step == steps_of(task)) start(task, weights, tile + task.step);
     }
@@ -73,7 +75,8 @@ __device__ __forceinline__ void hand_over(float (&acc)[TOKEN_TILES][4], int ordi
 }
 
 /* laid: chunks of the tokens that lie in shared memory already; the rest once `late` says so. */
-__device__ __forceinline__ void stream(const Task& task, const Weights& weights, Fragments (&a)[AHEAD],
+template <class Matrix>
+__device__ __forceinline__ void stream(const Task& task, const Matrix& weights, Fragments (&a)[AHEAD],
                                        Cursor& next, const unsigned char* tokens, int laid, float2* sums,
                                        Barriers& barriers) {
     const unsigned char* own = tokens + warp_index() * TOKEN_CHUNK + 16 * lane_index();
@@ -112,15 +115,15 @@ __device__ __forceinline__ void stream(const Task& task, const Weights& weights,
 // ---- the whole of it ----
 
 /* Weights are asked for first, so they travel while the kernel before this one ends. */
-template <bool IS_NORMED, class Sink>
-__device__ __forceinline__ void skinny(const Task& task, const Weights& weights, const bf16* x,
+template <bool IS_NORMED, class Matrix, class Sink>
+__device__ __forceinline__ void skinny(const Task& task, const Matrix& weights, const bf16* x,
                                        const int* pick, const float* norm, float* squares, Sink& sink) {
     extern __shared__ __align__(128) unsigned char dynamic[];
     __shared__ Barriers barriers;
     float2* sums = (float2*)dynamic;
-    float2* inbox = sums + 2 * WARPS * UNITS * 32;  // [finisher][slice][UNITS][32]
+    float2* inbox = sums + 2 * WARPS * UNITS * 32;  // [finisher][slice][UNITS][32], or boxes of heads
     unsigned char* tokens =
-        (unsigned char*)(inbox + (CLUSTER_MERGE ? FINISHERS * task.slices * UNITS * 32 : 0));
+        (unsigned char*)(inbox + (CLUSTER_MERGE ? FINISHERS * task.slices * UNITS * 32 : 0) + HEAD_BOXES / 2);
     float* unit_squares = (float*)(tokens + (task.end - task.begin) * TOKEN_CHUNK);
     bool is_streaming = warp_index() < WARPS;
     Fragments a[AHEAD];
@@ -137,7 +140,7 @@ __device__ __forceinline__ void skinny(const Task& task, const Weights& weights,
     }
     if (threadIdx.x == 0) barriers.init(task);
     if (EARLY_LAUNCH && warp_index() == 0) griddep_launch();
-    if (CLUSTER_MERGE)
+    if (CLUSTER_MERGE || HEAD_CLUSTER > 1)
         cluster_sync();  // the other blocks' barriers are there too
     else
         __syncthreads();
@@ -153,6 +156,7 @@ __device__ __forceinline__ void skinny(const Task& task, const Weights& weights,
                              tokens, unit_squares);
         __syncwarp();
         if (lane_index() == 0) mbarrier_arrive(&barriers.late);
+        if constexpr (HEAD_CLUSTER > 0) sink.receive((float*)inbox, barriers.arrived);
         gather<IS_NORMED>(task, sums, inbox, unit_squares, squares, barriers, sink);
     }
 }

@@ -8,15 +8,17 @@
 
 /* full: a tile's sums are written; one barrier a finishing warp, at least two, since a fast warp may be a
  * tile ahead. empty: a set of sums is read. late: the finishing warps have laid their tokens. arrived: the
- * other slices' sums. */
+ * other slices' sums, or all tiles of the heads, in boxes by turns. */
 constexpr int FULL_BARRIERS = FINISHERS == 1 ? 2 : FINISHERS;
+constexpr int INBOXES = HEAD_CLUSTER ? 2 * FINISHERS : FINISHERS;
 struct Barriers {
-    u64 full[FULL_BARRIERS], empty[2], late, arrived[FINISHERS];
+    u64 full[FULL_BARRIERS], empty[2], late, arrived[INBOXES];
 
     /* By one thread. */
     __device__ __forceinline__ void init(const Task& task) {
         for (int i = 0; i < FULL_BARRIERS; ++i) mbarrier_init(&full[i], WARPS);
-        for (int i = 0; i < FINISHERS; ++i) mbarrier_init(&arrived[i], max(1, task.slices - 1));
+        for (int i = 0; i < INBOXES; ++i)
+            mbarrier_init(&arrived[i], HEAD_CLUSTER ? HEAD_CLUSTER : max(1, task.slices - 1));
         for (int set = 0; set < 2; ++set) mbarrier_init(&empty[set], 1);
         mbarrier_init(&late, FINISHERS);
         mbarrier_fence_init();
@@ -70,19 +72,24 @@ __device__ __forceinline__ bool merge(const Task& task, float* work, u32* counte
     return true;
 }
 
-/* 1 / rms of each token row, from the slices' sums of squares; ready once any tile is whole. */
+/* 1 / rms of each token row. */
 struct RowScale {
     float of[MOST_ROWS];
 
-    /* By one warp. */
-    __device__ __forceinline__ void make(const Task& task, const float* squares, float eps) {
-        if (lane_index() < MOST_ROWS) {
-            float sum = 0.f;
+    /* By one warp, a lane a row. */
+    __device__ __forceinline__ void make(const Task& task, float sum, float eps) {
+        if (lane_index() < MOST_ROWS) of[lane_index()] = rsqrtf(sum / task.cols + eps);
+        __syncwarp();
+    }
+
+    /* From the slices' sums of squares, which are all there once any tile is whole. One slice needs no sum
+     * (Sink::use_squares). */
+    __device__ __forceinline__ void gather(const Task& task, const float* squares, float eps) {
+        float sum = 0.f;
+        if (lane_index() < MOST_ROWS)
             for (int slice = 0; slice < task.slices; ++slice)
                 sum += __ldcg(squares + SQUARES * slice + lane_index());
-            of[lane_index()] = rsqrtf(sum / task.cols + eps);
-        }
-        __syncwarp();
+        make(task, sum, eps);
     }
 };
 
@@ -129,10 +136,15 @@ __device__ __forceinline__ void gather(const Task& task, const float2* sums, flo
         float2 v[UNITS];
         if (is_owner(task, ordinal)) sink.prepare(tile);
         mbarrier_wait(&barriers.full[ordinal % FULL_BARRIERS], ordinal / FULL_BARRIERS & 1);
-        if (IS_NORMED && turn == 0) {
-            mbarrier_wait(&barriers.late, 0);
-            keep_squares(task, unit_squares, squares);
-        }
+        if constexpr (IS_NORMED)
+            if (turn == 0) {
+                mbarrier_wait(&barriers.late, 0);
+                float sum = sum_squares(task, unit_squares);
+                if (task.slices == 1)
+                    sink.use_squares(sum);
+                else
+                    keep_squares(task, sum, squares);
+            }
 #pragma unroll
         for (int q = 0; q < UNITS; ++q) v[q] = from[32 * q];
 #pragma unroll

@@ -1,154 +1,152 @@
-/* The end of qkv_fast and inject_fast: heads are finished by the block whose arrival makes them whole.
- * Every block first writes its slice's sums of all its tiles, then arrives once for each head that each tile
- * touches (a head's size need not be a multiple of 16), then finishes the heads for which it came last:
- * slices in order, the root of the row, bias, norm, rotation, one rounding. One warp a head and token. */
+/* The end of qkv_fast and inject_fast: a cluster has whole heads, its blocks neighbouring tiles of them.
+ * A finishing warp sends its tile's sums, token by token, to the block of the cluster that ends the token,
+ * and ends the tokens of its own block once the likes of it in the other blocks have sent theirs: the root of
+ * the row, bias, norm, rotation, one rounding. HEAD_CLUSTER is the fewest tiles that hold whole heads.
+ * Nothing goes through memory, and a head is ended while the next ones' weights travel. */
 #pragma once
 #include "skinny.cuh"
 
-constexpr int MOST_HEADS = 512;  // of one launch
-constexpr int MOST_HEAD_SIZE = 256;
-constexpr int LANE_PART = MOST_HEAD_SIZE / 32;
+constexpr int UNIT_ROWS = 16 * HEAD_CLUSTER;  // of the heads that a cluster ends together
+constexpr int OWN_TOKENS = (MOST_ROWS + HEAD_CLUSTER - 1) / HEAD_CLUSTER;  // that a block ends
+constexpr int BOX = OWN_TOKENS * UNIT_ROWS;                                // floats, [token][row]
+constexpr int MOST_HEAD_SIZE = 128;
 
-/* The heads of one launch: those of the first matrix, then those of the second. */
-struct Heads {
-    int size, count, first_count, first_tiles;
+/* One packed matrix, or two that follow each other; each is rounded up to whole units, whose missing tiles
+ * read the last one's weights: nobody looks at their sums. */
+struct HeadWeights {
+    int cols;
+    const u16 *first, *second;
+    int first_rows, second_rows;
 
-    __device__ __forceinline__ int base(int head) const {  // tile where the head's matrix starts
-        return head < first_count ? 0 : first_tiles;
+    __device__ __forceinline__ static int span(int rows) {
+        return (rows + UNIT_ROWS - 1) / UNIT_ROWS * HEAD_CLUSTER;
     }
-    __device__ __forceinline__ int row(int head) const {  // its first row in its matrix
-        return (head < first_count ? head : head - first_count) * size;
-    }
-    __device__ __forceinline__ int tiles(int head) const {  // that hold rows of it
-        return (row(head) + size - 1) / 16 - row(head) / 16 + 1;
+    __device__ __forceinline__ int tiles() const { return span(first_rows) + span(second_rows); }
+
+    __device__ __forceinline__ const char* at(int tile) const {
+        int first_span = span(opaque(first_rows));
+        bool is_first = tile < first_span;
+        tile =
+            min(is_first ? tile : tile - first_span, ((is_first ? first_rows : second_rows) + 15) / 16 - 1);
+        return (const char*)(is_first ? first : second) +
+               (size_t)tile * ((opaque(cols) + 31) / 32) * CHUNK_BYTES;
     }
 };
 
-/* What becomes of a head of one token. `to` null: nothing. */
+/* What becomes of a head of one token: bias, norm, rotation may be null. `to` null: nothing. */
 struct Finish {
     const float *bias, *norm;
     bf16* to;
     bool is_turned, is_zero;
 };
 
-/* A slice's sums as [tile][slice][token][16 rows]: whole sectors both when written and when read. */
-__device__ __forceinline__ float* head_sums(const Task& task, float* work, int tile, int slice, int token) {
-    float* sums = work + SQUARES * task.slices;
-    return sums + (((size_t)tile * parts_of(task) + slice) * MOST_ROWS + token) * 16;
+/* One head of one token by one warp. A lane has pairs of components: those that turn with each other, and of
+ * those that do not turn two neighbours. */
+__device__ __forceinline__ void finish_head(const float* sums, int size, float root, float eps,
+                                            const float* cos, const float* sin, int pairs,
+                                            const Finish& how) {
+    constexpr int LANE_PAIRS = MOST_HEAD_SIZE / 64;
+    float low[LANE_PAIRS], high[LANE_PAIRS], squares = 0.f;
+    if (!how.is_turned) pairs = 0;
+    auto low_at = [&](int p) { return p < pairs ? p : 2 * p; };
+    auto high_at = [&](int p) { return p < pairs ? p + pairs : 2 * p + 1; };
+    auto value = [&](int i) { return i < size ? sums[i] * root + (how.bias ? how.bias[i] : 0.f) : 0.f; };
+#pragma unroll
+    for (int m = 0; m < LANE_PAIRS; ++m) {
+        int p = lane_index() + 32 * m;
+        low[m] = value(low_at(p)), high[m] = value(high_at(p));
+        squares += low[m] * low[m];
+        squares += high[m] * high[m];
+    }
+    if (how.norm) {
+        float r = rsqrtf(warp_sum(squares) / size + eps);
+#pragma unroll
+        for (int m = 0; m < LANE_PAIRS; ++m) {
+            int p = lane_index() + 32 * m;
+            if (low_at(p) < size) low[m] = how.norm[low_at(p)] * (low[m] * r);
+            if (high_at(p) < size) high[m] = how.norm[high_at(p)] * (high[m] * r);
+        }
+    }
+#pragma unroll
+    for (int m = 0; m < LANE_PAIRS; ++m) {
+        int p = lane_index() + 32 * m;
+        if (p < pairs) {
+            float x = low[m], y = high[m];
+            low[m] = x * cos[p] - y * sin[p];
+            high[m] = y * cos[p] + x * sin[p];
+        }
+        if (low_at(p) < size) how.to[low_at(p)] = to_bf16(how.is_zero ? 0.f : low[m]);
+        if (high_at(p) < size) how.to[high_at(p)] = to_bf16(how.is_zero ? 0.f : high[m]);
+    }
 }
 
-struct KeepSlice {
+/* The sink. rule(head, token) says what becomes of it; pos: of each token. */
+template <class Rule>
+struct EndHeads {
     const Task& task;
-    float* work;
+    const Rule& rule;
+    const float *cos, *sin;
+    const int* pos;
+    float eps;
+    int pairs, size, first_rows, second_rows;
+    RowScale* scale;       // null: the token rows were not normed
+    float* box = nullptr;  // two of this warp, and when each is full
+    u64* full = nullptr;
+    int turn = 0;
 
-    __device__ __forceinline__ void prepare(int) const {}
+    __device__ __forceinline__ void receive(float* boxes, u64* arrived) {
+        int me = warp_index() - WARPS;
+        box = boxes + 2 * me * BOX, full = arrived + 2 * me;
+    }
+
+    __device__ __forceinline__ void use_squares(float sum) { scale->make(task, sum, eps); }
     __device__ __forceinline__ void end() const {}
 
-    __device__ __forceinline__ void operator()(int tile, float2 (&v)[UNITS]) const {
+    __device__ __forceinline__ int first_token() const {
+        return (int)(blockIdx.x % HEAD_CLUSTER) * OWN_TOKENS;
+    }
+
+    /* The turns of this block's tokens, into L1 before they are needed. */
+    __device__ __forceinline__ void prepare(int) const {
+        if (turn > 0) return;
+        for (int token = first_token(); token < min(task.rows, first_token() + OWN_TOKENS); ++token) {
+            size_t at = (size_t)max(pos[token], 0) * pairs;
+            if (32 * lane_index() >= pairs) continue;
+            prefetch_l1(cos + at + 32 * lane_index());
+            prefetch_l1(sin + at + 32 * lane_index());
+        }
+    }
+
+    __device__ __forceinline__ void operator()(int tile, float2 (&v)[UNITS]) {
+        int set = turn & 1;
+        float* from = box + set * BOX;
 #pragma unroll
         for (int q = 0; q < UNITS; ++q) {
-            if (token_of(q) >= task.rows) continue;
-            float* to = head_sums(task, work, tile, part_of(task), token_of(q)) + row_of();
-            __stcg(to, v[q].x);
-            __stcg(to + 8, v[q].y);
+            int token = token_of(q);
+            if (token >= task.rows) continue;
+            float* to = map_shared(from, token / OWN_TOKENS) + token % OWN_TOKENS * UNIT_ROWS +
+                        16 * (int)(blockIdx.x % HEAD_CLUSTER) + row_of();
+            to[0] = v[q].x;
+            to[8] = v[q].y;
+        }
+        __syncwarp();
+        if (lane_index() < HEAD_CLUSTER) mbarrier_arrive_at(full + set, lane_index());
+        mbarrier_wait_cluster(full + set, turn >> 1 & 1);
+        ++turn;
+
+        int first_span = HeadWeights::span(first_rows);
+        bool is_first = tile < first_span;
+        int row = (is_first ? tile : tile - first_span) / HEAD_CLUSTER * UNIT_ROWS;
+        int rows = min(UNIT_ROWS, (is_first ? first_rows : second_rows) - row);
+        int head = row / size + (is_first ? 0 : first_rows / size);
+        for (int token = first_token(); token < min(task.rows, first_token() + OWN_TOKENS); ++token) {
+            size_t at = (size_t)max(pos[token], 0) * pairs;
+            for (int i = 0; i * size < rows; ++i) {
+                Finish how = rule(head + i, token);
+                if (!how.to) continue;
+                finish_head(from + (token - first_token()) * UNIT_ROWS + i * size, size,
+                            scale ? scale->of[token] : 1.f, eps, cos + at, sin + at, pairs, how);
+            }
         }
     }
 };
-
-/* Arrive for the tiles of this block; `whole` gets the heads that became whole. */
-__device__ __forceinline__ void arrive_heads(const Task& task, const Heads& heads, u32* counters, u16* whole,
-                                             u32* whole_count) {
-    for (int ordinal = threadIdx.x;; ordinal += THREADS) {
-        int tile = task.first + ordinal * task.step;
-        if (tile >= task.tiles) break;
-        if (!is_owner(task, ordinal)) continue;
-        bool is_first = tile < heads.first_tiles;
-        int row = 16 * (is_first ? tile : tile - heads.first_tiles);
-        int begin = is_first ? 0 : heads.first_count, end = is_first ? heads.first_count : heads.count;
-        for (int head = begin + row / heads.size; head < end && heads.row(head) < row + 16; ++head) {
-            u32 total = heads.tiles(head) * parts_of(task);
-            if (atomic_add_acq_rel(counters + head, 1) != total - 1) continue;
-            store_release(counters + head, 0);
-            whole[atomicAdd(whole_count, 1)] = head;
-        }
-    }
-}
-
-/* One head of one token by one warp. scratch: size floats of this warp.
- */
-__device__ __forceinline__ void finish_head(const Task& task, const Heads& heads, int head, int token,
-                                            float* work, bool is_normed, float eps, const float* cos,
-                                            const float* sin, int pairs, const Finish& how, float* scratch) {
-    float y[LANE_PART], sum = 0.f, root = 1.f;
-    if (is_normed) {
-        float squares = 0.f;
-        for (int slice = 0; slice < task.slices; ++slice) squares += __ldcg(work + SQUARES * slice + token);
-        root = rsqrtf(squares / task.cols + eps);
-    }
-#pragma unroll
-    for (int m = 0; m < LANE_PART; ++m) {
-        int i = lane_index() + 32 * m, row = heads.row(head) + i;
-        y[m] = 0.f;
-        if (i >= heads.size) continue;
-        const float* from = head_sums(task, work, heads.base(head) + row / 16, 0, token) + row % 16;
-#pragma unroll 4
-        for (int slice = 0; slice < parts_of(task); ++slice) y[m] += __ldcg(from + slice * MOST_ROWS * 16);
-        y[m] = y[m] * root + (how.bias ? how.bias[i] : 0.f);
-        sum += y[m] * y[m];
-    }
-    if (how.norm) {
-        float r = rsqrtf(warp_sum(sum) / heads.size + eps);
-#pragma unroll
-        for (int m = 0; m < LANE_PART; ++m) {
-            int i = lane_index() + 32 * m;
-            if (i < heads.size) y[m] = how.norm[i] * (y[m] * r);
-        }
-    }
-    if (how.is_turned) {
-#pragma unroll
-        for (int m = 0; m < LANE_PART; ++m) {
-            int i = lane_index() + 32 * m;
-            if (i < heads.size) scratch[i] = y[m];
-        }
-        __syncwarp();
-    }
-#pragma unroll
-    for (int m = 0; m < LANE_PART; ++m) {
-        int i = lane_index() + 32 * m;
-        if (i >= heads.size) continue;
-        if (how.is_turned && i < pairs) y[m] = y[m] * cos[i] - scratch[i + pairs] * sin[i];
-        if (how.is_turned && i >= pairs && i < 2 * pairs)
-            y[m] = y[m] * cos[i - pairs] + scratch[i - pairs] * sin[i - pairs];
-        how.to[i] = to_bf16(y[m]);
-    }
-    __syncwarp();
-}
-
-/* By all threads, after skinny() with KeepSlice. rule(head, token) says what becomes of it; pos: of each
- * token. */
-template <class Rule>
-__device__ __forceinline__ void finish_heads(const Task& task, const Heads& heads, float* work, u32* counters,
-                                             bool is_normed, float eps, const float* cos, const float* sin,
-                                             int pairs, const int* pos, const Rule& rule) {
-    extern __shared__ __align__(128) unsigned char dynamic[];
-    __shared__ u16 whole[MOST_HEADS];
-    __shared__ u32 whole_count;
-    if (threadIdx.x == 0) whole_count = 0;
-    __syncthreads();  // this block's sums are written, and its shared memory is free
-    arrive_heads(task, heads, counters, whole, &whole_count);
-    __syncthreads();
-    if (warp_index() >= WARPS) return;  // the scratch is one of the streaming warps' sums
-    float* scratch = (float*)dynamic + warp_index() * MOST_HEAD_SIZE;
-    int work_items = (int)whole_count * task.rows;
-    for (int item = warp_index(); item < work_items; item += WARPS) {
-        int head = whole[item / task.rows], token = item % task.rows;
-        Finish how = rule(head, token);
-        if (!how.to) continue;
-        if (how.is_zero) {
-            for (int i = lane_index(); i < heads.size; i += 32) how.to[i] = to_bf16(0.f);
-            continue;
-        }
-        size_t at = (size_t)pos[token] * pairs;
-        finish_head(task, heads, head, token, work, is_normed, eps, cos + at, sin + at, pairs, how, scratch);
-    }
-}

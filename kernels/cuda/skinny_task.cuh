@@ -25,6 +25,9 @@
 #ifndef CLUSTER_MERGE
 #define CLUSTER_MERGE 0  // 1: the slices of a tile are one cluster and meet in its shared memory
 #endif
+#ifndef HEAD_CLUSTER
+#define HEAD_CLUSTER 0  // blocks of a cluster that has whole heads (skinny_heads.cuh)
+#endif
 #ifndef EARLY_LAUNCH
 #define EARLY_LAUNCH 0  // 1: the next kernel may start at once; it needs room beside this one
 #endif
@@ -39,6 +42,12 @@ constexpr int MOST_ROWS = 8 * TOKEN_TILES;
 constexpr int CHUNK_BYTES = 1024;               // of packed weights: 16 rows x 32 k
 constexpr int TOKEN_CHUNK = 512 * TOKEN_TILES;  // bytes of a chunk of the tokens
 constexpr int SQUARES = 64;  // floats a slice at the start of the workspace: sums of squares by token row
+
+/* Floats in which finishing warps get the sums of whole heads, two boxes each: skinny_heads.cuh. */
+constexpr int HEAD_BOXES =
+    HEAD_CLUSTER ? FINISHERS * 2 * ((MOST_ROWS + HEAD_CLUSTER - 1) / (HEAD_CLUSTER ? HEAD_CLUSTER : 1)) * 16 *
+                       HEAD_CLUSTER
+                 : 0;
 
 /* What one block does. */
 struct Task {
@@ -58,34 +67,19 @@ __device__ __forceinline__ Task make_task(int rows, int cols, int tiles, int sli
     return task;
 }
 
-/* Sums of a tile that meet in global memory, and which of them is this block's. */
-__device__ __forceinline__ int parts_of(const Task& task) { return CLUSTER_MERGE ? 1 : task.slices; }
-__device__ __forceinline__ int part_of(const Task& task) { return CLUSTER_MERGE ? 0 : task.slice; }
-
 /* Whether this block ends its how-manyth tile; in a cluster the blocks take turns, for each finishing warp
  * by itself. */
 __device__ __forceinline__ bool is_owner(const Task& task, int ordinal) {
     return !CLUSTER_MERGE || ordinal / FINISHERS % task.slices == task.slice;
 }
 
-/* The same task, made anew after the stream, which then need not keep it in registers. */
-__device__ __forceinline__ Task again(int rows, int cols, int tiles, int slices) {
-    return make_task(rows, cols, tiles, opaque(slices));
-}
-
-/* One packed matrix, or two whose tiles follow each other: the first then has heads * size rows. What at()
- * needs it makes anew, once a tile, rather than keep registers from the stream. */
+/* A packed matrix. What at() needs it makes anew, once a tile, rather than keep registers from the stream. */
 struct Weights {
     int cols;
-    const u16 *first, *second = nullptr;
-    int heads = 0, size = 0;
+    const u16* packed;
 
     __device__ __forceinline__ const char* at(int tile) const {
-        size_t tile_bytes = (size_t)(opaque(cols) + 31) / 32 * CHUNK_BYTES;
-        if (!second) return (const char*)first + tile * tile_bytes;
-        int first_tiles = (opaque(heads) * size + 15) / 16;
-        return tile < first_tiles ? (const char*)first + tile * tile_bytes
-                                  : (const char*)second + (tile - first_tiles) * tile_bytes;
+        return (const char*)packed + (size_t)tile * ((opaque(cols) + 31) / 32) * CHUNK_BYTES;
     }
 };
 

@@ -65,7 +65,7 @@ __device__ __forceinline__ void lay_unit(const Task& task, const bf16* x, const 
     int chunk = UNIT_CHUNKS * unit + lane / 8, k = 32 * (task.begin + chunk) + 8 * (lane % 4);
     bool is_chunk = chunk < task.end - task.begin;
     unsigned char* to = tokens + chunk * TOKEN_CHUNK + 64 * odd + 16 * (lane % 4);
-    constexpr int LOADS = !IS_ALIGNED ? 1 : TOKEN_TILES == 2 && !IS_NORMED ? 8 : 4;  // under way at once
+    constexpr int LOADS = !IS_ALIGNED ? 1 : TOKEN_TILES == 2 ? 8 : 4;  // under way at once
 #pragma unroll(1)
     for (int first = 0; first < MOST_ROWS / 2; first += LOADS) {
         uint4 v[LOADS];
@@ -107,14 +107,17 @@ __device__ __forceinline__ void lay_units(const Task& task, const bf16* x, const
             lay_unit<IS_NORMED, true>(task, x, pick, norm, unit, tokens, unit_squares);
 }
 
-/* This slice's sums of squares by row, units in order: all blocks of a slice write the same bits. The root
- * scales the finished sums (RowScale). */
-__device__ __forceinline__ void keep_squares(const Task& task, const float* unit_squares, float* squares) {
-    if (lane_index() < MOST_ROWS) {
-        float sum = 0.f;
+/* This slice's sums of squares, a lane a row, units in order: the same bits in all blocks of a slice. The
+ * root scales the finished sums (RowScale). */
+__device__ __forceinline__ float sum_squares(const Task& task, const float* unit_squares) {
+    float sum = 0.f;
+    if (lane_index() < MOST_ROWS)
         for (int unit = 0; unit < units_of(task); ++unit)
             sum += unit_squares[MOST_ROWS * unit + lane_index()];
-        __stcg(squares + SQUARES * task.slice + lane_index(), sum);
-    }
+    return sum;
+}
+
+__device__ __forceinline__ void keep_squares(const Task& task, float sum, float* squares) {
+    if (lane_index() < MOST_ROWS) __stcg(squares + SQUARES * task.slice + lane_index(), sum);
     __syncwarp();
 }

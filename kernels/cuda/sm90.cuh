@@ -24,6 +24,10 @@ __device__ __forceinline__ uint4 load_stream(const void* global) {
     return v;
 }
 
+__device__ __forceinline__ void prefetch_l1(const void* global) {
+    asm volatile("prefetch.global.L1 [%0];" ::"l"(global));
+}
+
 __device__ __forceinline__ void prefetch_l2(const void* global) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
 }
@@ -190,10 +194,29 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
 
 // ---- dependent launch ----
 
+#ifdef STAMPS  // bench/timeline.py: when block 0 of every launch began and when its wait was over
+__device__ u64 stamps[2 * STAMPS];
+__device__ u32 stamp_count;
+
+__device__ __forceinline__ void stamp(u64 what) {
+    if (blockIdx.x + blockIdx.y > 0 || lane_index() > 0) return;
+    u64 now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
+    u32 at = atomicAdd(&stamp_count, 1u) % STAMPS;
+    stamps[2 * at] = now, stamps[2 * at + 1] = what;
+}
+#else
+__device__ __forceinline__ void stamp(u64) {}
+#endif
+
 /* Until the kernel before this one in the stream has ended and its writes are visible. In a kernel that calls
  * it, leave `__restrict__` off pointers to what the predecessor writes: with const it would turn their loads
  * into read-only ones, which promise that nobody writes while this kernel runs. */
-__device__ __forceinline__ void griddep_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void griddep_wait() {
+    if (threadIdx.x < 32) stamp(0);
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (threadIdx.x < 32) stamp(1);
+}
 
 /* The next kernel may start its blocks; it still waits for this one's end before it reads. */
 __device__ __forceinline__ void griddep_launch() {

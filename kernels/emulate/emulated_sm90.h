@@ -15,6 +15,7 @@ inline uint4 load_stream(const void* global) {
     return *(const uint4*)global;
 }
 
+inline void prefetch_l1(const void*) {}
 inline void prefetch_l2(const void*) {}
 
 inline void bulk_prefetch_l2(const void* global, u32 bytes) {

@@ -22,6 +22,9 @@ prepared it only compiles and loads, so a row function must not depend on what k
 number of multiprocessors.
 """
 
+from dataclasses import replace
+from math import lcm
+
 import numpy as np
 
 from ..weight import TILE, Weight
@@ -79,7 +82,7 @@ def defines_of(cut, token_tiles):
     return {
         "TOKEN_TILES": token_tiles, "STREAM_WARPS": cut.warps, "STEP_CHUNKS": chunks, "STEPS_AHEAD": ahead,
         "BLOCKS_PER_SM": cut.resident, "FINISH_WARPS": cut.finishers, "CLUSTER_MERGE": int(cut.cluster),
-        "EARLY_LAUNCH": int(cut.early),
+        "EARLY_LAUNCH": int(cut.early), "HEAD_CLUSTER": cut.heads,
     }  # fmt: skip
 
 
@@ -112,24 +115,25 @@ def embed(backend, ids, table, scale, x):
 def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot, pos, cache_k, cache_v, work,
         q):  # fmt: skip
     cols, (_, heads, size), (_, groups, cached, _) = wq.cols, q.shape, cache_k.shape
-    if (wq.layout, wkv.layout) != ("packed", "packed") or not has_room(heads + 2 * groups, size):
+    blocks = head_cluster(size)
+    if (wq.layout, wkv.layout) != ("packed", "packed") or not blocks:
         return None
-    cut = split.choose(wq.rows + wkv.rows, cols, backend.sms)
+    cut = replace(split.choose(wq.rows + wkv.rows, cols, backend.sms, whole=True), heads=blocks)
 
     def args(here, count):
         return [
             wq.data, wkv.data, x[here], norm, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot[here], pos[here],
-            cache_k, cache_v, q[here], work, work[COUNTERS:], eps, count, cols, cut.slices, heads, groups, size,
-            cos.shape[1], cached,
+            cache_k, cache_v, q[here], eps, count, cols, heads, groups, size, cos.shape[1], cached,
         ]  # fmt: skip
 
-    tiles = tiles_of(wq.rows) + tiles_of(wkv.rows)
+    tiles = sum(-(-w.rows // (TILE * blocks)) * blocks for w in (wq, wkv))
     return launch(backend, "qkv_fast.cu", "qkv_fast", tiles, cut, cols, len(x), args)
 
 
-def has_room(heads, size):
-    """Whether skinny_heads.cuh holds the heads of one launch."""
-    return heads <= 512 and size <= 256
+def head_cluster(size):
+    """Blocks of a cluster that has whole heads of `size`, a tile each; 0 where skinny_heads.cuh does not hold them."""
+    blocks = lcm(size, TILE) // TILE
+    return blocks if blocks <= 8 and size <= 128 else 0
 
 
 def linear_add(backend, a, w, bias, tap_row, tap_at, x, taps, work):
@@ -220,16 +224,18 @@ def fuse(backend, taps, w, norm, eps, work, f):
 
 def inject(backend, f, wkv, kv_bias, k_norm, eps, cos, sin, slot, pos, cache_k, cache_v, work):
     layers, slots, groups, cached, size = cache_k.shape
-    if wkv.layout != "packed" or not has_room(layers * 2 * groups, size):
+    blocks = head_cluster(size)
+    if wkv.layout != "packed" or not blocks:
         return None
-    cut, tiles = split.choose(wkv.rows, wkv.cols, backend.sms), tiles_of(wkv.rows)
+    cut = replace(split.choose(wkv.rows, wkv.cols, backend.sms, whole=True), heads=blocks)
 
     def args(here, count):
         return [
-            wkv.data, f[here], kv_bias, k_norm, cos, sin, slot[here], pos[here], cache_k, cache_v, work,
-            work[COUNTERS:], eps, count, wkv.cols, cut.slices, layers, slots, groups, size, cos.shape[1], cached,
+            wkv.data, f[here], kv_bias, k_norm, cos, sin, slot[here], pos[here], cache_k, cache_v, eps, count,
+            wkv.cols, layers, slots, groups, size, cos.shape[1], cached,
         ]  # fmt: skip
 
+    tiles = -(-wkv.rows // (TILE * blocks)) * blocks
     return launch(backend, "inject_fast.cu", "inject_fast", tiles, cut, wkv.cols, len(f), args)
 
 

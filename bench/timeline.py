@@ -1,0 +1,173 @@
+"""Where a round's time goes: when each kernel of the replayed graph began and when it had what it waits for.
+
+    python bench/timeline.py [--shapes qwen3-8b ...] [--context 2048] [--rounds 30] [--svg FILE]
+
+Kernels are compiled with -DSTAMPS: block 0 of each launch notes the GPU's clock before and after its wait for the kernel
+ahead (griddep_wait in sm90.cuh). From one release to the next is what a kernel adds to the round; what lies between a
+kernel's begin and its release is its head start. Writes bench/results/timeline-SHAPE.json and a picture.
+"""
+
+import argparse
+import ctypes
+from collections import defaultdict
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import record
+from minidflash.kernels.launch import CudaDevice
+from round import copy_bandwidth, device
+from shapes import SHAPES, random_engine
+
+import minidflash as md
+from minidflash.loop import one_round
+from minidflash.request import Request, release, reserve
+
+STAMPS = 1 << 16  # of one module
+
+
+def with_stamps():
+    """Every kernel that a CudaDevice loads from now on notes its times."""
+    plain = CudaDevice.function
+    CudaDevice.function = lambda self, file, name, defines=None: plain(
+        self, file, name, {**(defines or {}), "STAMPS": STAMPS}
+    )
+
+
+def read(device, clear=False):
+    """[(nanoseconds, phase, file)] of every stamp, in order of time. clear: forget them."""
+    found = []
+    for (file, _), module in device._modules.items():
+        code, at, _ = device.driver.cuModuleGetGlobal(module, b"stamps")
+        if code != 0:
+            continue  # a kernel that waits for nobody
+        count_at = device.do(device.driver.cuModuleGetGlobal(module, b"stamp_count"))
+        count = ctypes.c_uint32()
+        device.do(device.driver.cuMemcpyDtoH(ctypes.addressof(count), count_at, 4))
+        stamps = np.zeros((min(count.value, STAMPS), 2), np.uint64)
+        if len(stamps):
+            device.do(device.driver.cuMemcpyDtoH(stamps.ctypes.data, at, stamps.nbytes))
+        found += [(int(time), int(phase), Path(file).stem) for time, phase in stamps]
+        if clear:
+            device.do(device.driver.cuMemsetD32(count_at, 0, 1))
+    return sorted(found)
+
+
+def kernels(stamps):
+    """[(file, begin, release, {phase: time})] of each launch, by release."""
+    waiting, found = {}, []
+    for time, phase, file in stamps:
+        if phase == 0:
+            waiting.setdefault(file, []).append(time)
+        elif phase == 1:
+            found.append((file, waiting[file].pop(0), time, {}))
+        else:
+            own = next((k for k in reversed(found) if k[0] == file), None)
+            if own:
+                own[3][phase] = time
+    return found
+
+
+def rounds_of(engine, s, how, count, context):
+    """Kernels of `count` replays of a round (arguments of one_round), one list each."""
+    ops, found = engine.ops, []
+    program = ops.program(lambda: one_round(engine, s, *how))
+    for i in range(count + 3):
+        for buffer, value in (
+            (s.start, context), (s.fresh, s.block), (s.done, 0), (s.left, 10**6), (s.anchor, 5)
+        ):  # fmt: skip
+            ops.upload(buffer, np.array([value], np.int32))
+        ops.download(s.start)
+        read(ops.backend.device, clear=True)
+        program.launch()
+        ops.download(s.start)
+        if i >= 3:
+            found.append(kernels(read(ops.backend.device)))
+    lengths = {len(launches) for launches in found}
+    assert len(lengths) == 1, f"rounds of {lengths} kernels"
+    return found
+
+
+def summary(rounds):
+    """Microseconds by place in the round: [{file, at, adds, head_start, phases}], medians over rounds."""
+    rows = []
+    for place in range(len(rounds[0])):
+        each = [launches[place] for launches in rounds]
+        following = [launches[place + 1][2] if place + 1 < len(launches) else None for launches in rounds]
+        phases = sorted({phase for k in each for phase in k[3]})
+        rows.append({
+            "kernel": each[0][0],
+            "at": median(k[2] - launches[0][2] for k, launches in zip(each, rounds, strict=True)) / 1e3,
+            "adds": median(f - k[2] for f, k in zip(following, each, strict=True)) / 1e3 if following[0] else None,
+            "head_start": median(k[2] - k[1] for k in each) / 1e3,
+            "phases": {p: median(k[3][p] - k[2] for k in each if p in k[3]) / 1e3 for p in phases},
+        })  # fmt: skip
+    return rows
+
+
+def by_kernel(rows):
+    """Sums over the places of one kernel, largest first."""
+    groups = defaultdict(list)
+    for row in rows[:-1]:
+        groups[row["kernel"]].append(row)
+    return sorted(
+        ({
+            "kernel": name, "launches": len(own), "adds_us": round(sum(r["adds"] for r in own), 1),
+            "median_us": round(median(r["adds"] for r in own), 2),
+            "head_start_us": round(median(r["head_start"] for r in own), 2),
+            "phases_us": {p: round(median(r["phases"][p] for r in own if p in r["phases"]), 2)
+                          for p in sorted({p for r in own for p in r["phases"]})},
+        } for name, own in groups.items()), key=lambda g: -g["adds_us"],
+    )  # fmt: skip
+
+
+def picture(rows, first, count, title):
+    """SVG of `count` launches: a bar from a kernel's release to the next one's, a thin one for its head start."""
+    own = [r for r in rows[first : first + count] if r["adds"] is not None]
+    begin, end = own[0]["at"] - own[0]["head_start"], own[-1]["at"] + own[-1]["adds"]
+    names, scale = sorted({r["kernel"] for r in own}), 1000 / (end - begin)
+    height, text = 40 + 24 * len(names), f"{title}: {end - begin:.1f} us"
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="1200" height="{height}" font-family="sans-serif" font-size="12">'
+    out = [head, f'<text x="4" y="14">{text}</text>']
+    for i, name in enumerate(names):
+        out.append(f'<text x="4" y="{40 + 24 * i}">{name}</text>')
+    for r in own:
+        y, x = 28 + 24 * names.index(r["kernel"]), 180 + scale * (r["at"] - begin)
+        head = scale * min(r["head_start"], r["at"] - begin)
+        out.append(f'<rect x="{x - head:.1f}" y="{y + 5}" width="{head:.1f}" height="6" fill="#9cf"/>')
+        out.append(f'<rect x="{x:.1f}" y="{y}" width="{scale * r["adds"]:.1f}" height="16" fill="#36a"/>')
+    return "\n".join([*out, "</svg>"])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shapes", nargs="+", default=["qwen3-8b"], choices=SHAPES)
+    parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--picture", type=int, default=24, metavar="LAUNCHES")
+    args = parser.parse_args()
+    ops = md.ops("cuda")
+    bandwidth = copy_bandwidth(ops)
+    with_stamps()
+    for name in args.shapes:
+        engine, _ = random_engine(ops, name, args.context + 256)
+        request = Request.of(engine, list(range(1, 65)), {"max_tokens": 8})
+        s, found = reserve(engine, request), {"copy_tb_per_s": round(bandwidth / 1e12, 4)}
+        for kind, how in {"plain": (False, 1, False), "round_16": (True, s.block, True)}.items():
+            rows = summary(rounds_of(engine, s, how, args.rounds, args.context))
+            found[kind] = {"launches": len(rows), "us": round(rows[-1]["at"], 1), "kernels": by_kernel(rows)}
+            print(name, kind, found[kind]["launches"], found[kind]["us"], flush=True)
+            for group in found[kind]["kernels"]:
+                print("  ", group, flush=True)
+            found[kind]["places"] = rows
+        out = record.write(f"timeline-{name}", found, **device(ops))
+        middle = len(rows) // 2
+        svg = picture(rows, middle, args.picture, f"{name}, context {args.context}, {args.picture} kernels")
+        Path(out).with_suffix(".svg").write_text(svg)
+        print(out)
+        release(engine)
+        engine.state = engine.programs = None
+
+
+if __name__ == "__main__":
+    main()
