@@ -185,43 +185,107 @@ def philox(key, counter):
     return c0, c1, c2, c3
 
 
+DRAW, DRAFT, ACCEPT, RESIDUAL = range(4)  # what a random number is for
+
+
+def law_of(x, norm, eps, w, limit, top_k, temperature, top_p, min_p):
+    """(logits below the limit, masses of their filtered law) of a row of activations.
+
+    Temperatures below 1e-5 give all the mass to the smallest argmax; a row without a finite or infinite maximum gives
+    it to id 0. Logits are rounded to f32 first, as in head.
+    """
+    logits = linear(rmsnorm(real(x), norm, eps), matrix(w))[:limit].astype(np.float32).astype(np.float64)
+    logits[np.isnan(logits)] = -np.inf
+    best, kept = int(np.argmax(logits)), np.zeros(limit, np.uint64)
+    kept[best] = MASS
+    if temperature >= GREEDY_BELOW and logits[best] > -np.inf:
+        kept = masses(logits, temperature, top_k, top_p, min_p)
+    return logits, kept
+
+
+def draw(kept, key, position, purpose):
+    """The first id, ids ascending, whose running sum of masses exceeds the random number, scaled to their sum.
+
+    key: seed (low, high word), number of the sample. The number is a function of the key, the position that the token
+    will have, and what it is for: not of the round that draws.
+    """
+    through = np.cumsum(kept)
+    drawn = random_bits(key, position, purpose) * int(through[-1]) >> 64
+    return np.searchsorted(through, drawn, side="right")
+
+
+def random_bits(key, position, purpose):
+    """64 random bits."""
+    low, high, number = (int(v) & 0xFFFFFFFF for v in key[:3])
+    high_bits, low_bits = philox((low, high), (position, number, purpose, 0))[:2]
+    return high_bits << 32 | low_bits
+
+
+def log_probabilities(logits, kept, chosen):
+    """Of the chosen id, under the filtered law and the model's own (temperature 1, no filter, ids below the limit)."""
+    best = logits.max()
+    if best == -np.inf:
+        return -np.inf
+    every = float(masses(logits, 1.0, 0, 1.0, 0.0).sum()) / MASS
+    below = 0.0 if logits[chosen] == best else logits[chosen] - best
+    return np.log(float(kept[chosen]) / float(kept.sum())), below - np.log(every)
+
+
 def sample(x, pick, slot, pos, norm, eps, w, limit, key, law, ids, logprob, work):
     """ids[r] = a draw from the filtered law of (W n(x[r]))[:limit]; of two laws its log-probability, where asked for.
 
-    key[n]: seed (low, high word), number of the sample, top_k. law[n]: temperature, top_p, min_p. The random number is
-    a function of seed, sample and the position that the drawn token will have, pos + 1: not of the round that draws.
-    It picks the first id, ids ascending, whose running sum of masses exceeds it. Temperatures below 1e-5 name the
-    smallest argmax; so does a row without a finite or infinite maximum. logprob[r]: of the filtered law, and of the
-    model's own (temperature 1, no filter, ids below the limit). Logits are rounded to f32 first, as in head.
+    key[n]: seed (low, high word), number of the sample, top_k. law[n]: temperature, top_p, min_p.
     """
     for r in pick:
+        if pos[r] >= 0:
+            n = slot[r]
+            logits, kept = law_of(x[r], norm, eps, w, limit, key[n][3], *map(float, law[n]))
+            ids[r] = draw(kept, key[n], int(pos[r]) + 1, DRAW)
+            if logprob is not None:
+                logprob[r] = log_probabilities(logits, kept, ids[r])
+
+
+def propose(x, pick, slot, pos, norm, eps, w, limit, key, law, ids, mass, work):
+    """As sample, for the drafter: a draft is for the row's own position, and random numbers are others than sample's.
+
+    mass[r]: the integer masses of the law that ids[r] was drawn from, rounded to f32; 0 from the limit on.
+    """
+    for r in pick:
+        if pos[r] >= 0:
+            n = slot[r]
+            _, kept = law_of(x[r], norm, eps, w, limit, key[n][3], *map(float, law[n]))
+            mass[r] = 0
+            mass[r, :limit] = kept
+            ids[r] = draw(mass[r].astype(np.uint64), key[n], int(pos[r]), DRAFT)
+
+
+def reject(x, pos, norm, eps, w, limit, key, law, drafts, mass, ids, logprob, work):
+    """ids[r] = the token after row r by rejection sampling: the draft that follows, or another in its place.
+
+    The rows of slot n are n * v .. n * v + v - 1. p: the filtered law of row r, as in sample. q: that of the draft
+    behind it, drafts[n, i + 1], whose masses are mass[n, i + 1]. The draft stays if u q(draft) < p(draft); else the id
+    is drawn from max(p - q, 0), from p where that is 0 everywhere. The last row of a slot draws from p. The ids up to the
+    first that is no draft have the law that p alone would give. Source: Leviathan et al. 2023.
+    """
+    width = len(x) // len(key)
+    for r in range(len(x)):
+        n, i = divmod(r, width)
         if pos[r] < 0:
             continue
-        logits = (
-            linear(rmsnorm(real(x[r]), norm, eps), matrix(w))[:limit].astype(np.float32).astype(np.float64)
-        )
-        logits[np.isnan(logits)] = -np.inf
-        low, high, number, top_k = (int(v) & 0xFFFFFFFF for v in key[slot[r]])
-        temperature, top_p, min_p = (float(v) for v in law[slot[r]])
-        best = int(np.argmax(logits))
-        if logits[best] == -np.inf:
-            ids[r] = 0
-            if logprob is not None:
-                logprob[r] = -np.inf
-            continue
-        kept = np.zeros(limit, np.uint64)
-        kept[best] = MASS
-        if temperature >= GREEDY_BELOW:
-            kept = masses(logits, temperature, top_k, top_p, min_p)
-        through = np.cumsum(kept)
-        high_bits, low_bits = philox((low, high), (int(pos[r]) + 1, number, 0, 0))[:2]
-        drawn = (high_bits << 32 | low_bits) * int(through[-1]) >> 64
-        ids[r] = np.searchsorted(through, drawn, side="right")
+        logits, kept = law_of(x[r], norm, eps, w, limit, key[n][3], *map(float, law[n]))
+        position, left, purpose = int(pos[r]) + 1, kept, DRAW
+        ids[r] = -1
+        if i + 1 < width:
+            p, q = kept / float(kept.sum()), real(mass[n, i + 1, :limit])
+            q, draft, purpose = q / q.sum(), drafts[n, i + 1], RESIDUAL
+            if random_bits(key[n], position, ACCEPT) * 2.0**-64 * q[draft] < p[draft]:
+                ids[r] = draft
+            elif (more := (np.maximum(p - q, 0) * 2.0**60).astype(np.uint64)).any():
+                left = more
+        if ids[r] < 0:
+            ids[r] = draw(left, key[n], position, purpose)
         if logprob is not None:
-            every = float(masses(logits, 1.0, 0, 1.0, 0.0).sum()) / MASS
-            filtered = np.log(float(kept[ids[r]]) / float(through[-1]))
-            below = 0.0 if logits[ids[r]] == logits[best] else logits[ids[r]] - logits[best]
-            logprob[r] = filtered, below - np.log(every)
+            logprob[r] = log_probabilities(logits, kept, ids[r])
 
 
 def head_logits(x, norm, eps, w, work):

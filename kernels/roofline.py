@@ -22,6 +22,8 @@ FUSED = {
     "gate_up": "norm -> gate, up -> SwiGLU",
     "head": "final norm -> head -> argmax, logits never stored",
     "sample": "final norm -> head | filters -> draw, logits in the workspace",
+    "propose": "final norm -> head | filters -> draw, masses",
+    "reject": "final norm -> head | filters -> accept the draft, or draw from what is left",
     "head_logits": "final norm -> head",
     "fuse": "fc -> hidden norm",
     "inject": "K, V of all drafter layers -> k norm, rotation -> append to the caches",

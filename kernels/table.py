@@ -24,6 +24,10 @@ TABLE = {
     "head": "x:A[T,D] pick:i32[M] norm:f32[D] eps:f32 w:W[V,D] limit:i32 &ids:i32[T] &work:f32[Z]",
     "sample": "x:A[T,D] pick:i32[M] slot:i32[T] pos:i32[T] norm:f32[D] eps:f32 w:W[V,D] limit:i32 key:i32[N,4] "
     "law:f32[N,3] &ids:i32[T] &logprob:f32[T,2]? &work:f32[Z]",
+    "propose": "x:A[T,D] pick:i32[M] slot:i32[T] pos:i32[T] norm:f32[D] eps:f32 w:W[V,D] limit:i32 key:i32[N,4] "
+    "law:f32[N,3] &ids:i32[T] &mass:f32[T,V] &work:f32[Z]",
+    "reject": "x:A[T,D] pos:i32[T] norm:f32[D] eps:f32 w:W[V,D] limit:i32 key:i32[N,4] law:f32[N,3] drafts:i32[N,B] "
+    "mass:f32[N,B,V] &ids:i32[T] &logprob:f32[T,2]? &work:f32[Z]",
     "head_logits": "x:A[T,D] norm:f32[D] eps:f32 w:W[V,D] &work:f32[Z] -> logits:f32[T,V]",
     "fuse": "taps:A[T,C] w:W[D,C] norm:f32[D] eps:f32 &work:f32[Z] -> f:A[T,D]",
     "inject": "f:A[T,D] wkv:W[L*2*G*K,D] kv_bias:f32[L*2*G*K]? k_norm:f32[L,K]? eps:f32 cos:f32[P,J] sin:f32[P,J] "

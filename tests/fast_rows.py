@@ -17,10 +17,12 @@ ROLES = {
     "gate_up": "gate_up",
     "head": "head",
     "sample": "head",
+    "propose": "head",
+    "reject": "head",
     "head_logits": "head",
     "fuse": "fc",
 }
-ROWS = [name for name in fast.FAST if name != "attend"]
+ROWS = [name for name in fast.FAST if name not in ("attend", "reject")]  # tests of their own
 PRODUCTS = [name for name in ROWS if name != "embed"]
 on_gpu_backends = pytest.mark.parametrize("ops", parameters(["emulate", "cuda"], ["bf16"]), indirect=True)
 

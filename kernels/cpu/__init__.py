@@ -17,7 +17,9 @@ from . import sample, tiles
 from .attend import CHUNK
 
 _LOCK = threading.Lock()
-_FILES = {"stage": "control", "stage_context": "control", "accept": "control"}
+_FILES = {
+    "stage": "control", "stage_context": "control", "accept": "control", "propose": "sample", "reject": "sample",
+}  # fmt: skip
 
 
 def _locked(function, backend):

@@ -1,4 +1,4 @@
-"""sample: a draw from the filtered law of each picked row's logits. oracle.py says the law. Moves: the weights.
+"""sample, propose, reject: draws from the filtered laws of rows' logits. oracle.py says the laws. Moves: the weights.
 
 Nothing is sorted: the last id that a filter keeps is found from sums of integer masses over 2048 bins of logits, then
 by bisection inside one bin. Sums of integers are exact, so neither their order nor the threads show in a draw.
@@ -16,6 +16,8 @@ MASS = 2.0**43
 BINS, BINS_A_UNIT = 2048, 64  # bins of (best - logit) / temperature, the last one open
 GREEDY_BELOW = F(1e-5)
 LOW = np.uint64(0xFFFFFFFF)
+DRAW, DRAFT, ACCEPT, RESIDUAL = range(4)  # what a random number is for
+WHOLE = 2.0**60  # a law's share as a whole number
 
 
 def scratch(outputs):
@@ -121,10 +123,10 @@ def _last_kept(logits, best, temperature, mass, need, is_count, floor, bins, ids
 
 
 @jit
-def _philox(low, high, position, number):
-    """64 random bits. Source: Salmon et al. 2011, Philox 4x32-10."""
-    c0, c1, c2, c3 = np.uint64(position), np.uint64(number), np.uint64(0), np.uint64(0)
-    a, b = np.uint64(low), np.uint64(high)
+def _philox(key, position, purpose):
+    """64 random bits, in halves. Source: Salmon et al. 2011, Philox 4x32-10."""
+    c0, c1, c2, c3 = np.uint64(position), _word(key[2]), np.uint64(purpose), np.uint64(0)
+    a, b = _word(key[0]), _word(key[1])
     for _ in range(10):
         first, second = np.uint64(0xD2511F53) * c0, np.uint64(0xCD9E8D57) * c2
         c0, c1 = (second >> np.uint64(32)) ^ c1 ^ a, second & LOW
@@ -134,17 +136,17 @@ def _philox(low, high, position, number):
 
 
 @jit
+def _word(value):
+    return np.uint64(np.int64(value) & np.int64(0xFFFFFFFF))
+
+
+@jit
 def _scaled(high, low, total):
     """floor(random * total / 2^64) of the random number high * 2^32 + low."""
     shift, upper, lower = np.uint64(32), np.uint64(total) >> np.uint64(32), np.uint64(total) & LOW
     a, b = high * lower, low * upper
     carry = ((low * lower) >> shift) + (a & LOW) + (b & LOW)
     return np.int64(high * upper + (a >> shift) + (b >> shift) + (carry >> shift))
-
-
-@jit
-def _word(value):
-    return np.uint64(np.int64(value) & np.int64(0xFFFFFFFF))
 
 
 @jit
@@ -162,66 +164,190 @@ def _find(mass, sums, step, drawn):
 
 
 @jit
-def _draw(logits, key, law, position, logprob, bins, ids, mass):
-    """One row's id. logprob: (2,) to fill, or empty."""
-    count = len(logits)
-    for n in range(count):
+def _draw(mass, bins, key, position, purpose):
+    """A draw by masses."""
+    step = _step(mass)
+    total = _sums(mass, bins, step)
+    high, low = _philox(key, position, purpose)
+    return _find(mass, bins, step, _scaled(high, low, total))
+
+
+@jit
+def _step(mass):
+    """Ids to one sum of `bins`."""
+    return max(256, (len(mass) + BINS - 1) // BINS)
+
+
+@jit
+def _best(logits):
+    """The largest, after NaN became -infinity."""
+    for n in range(len(logits)):
         logits[n] = logits[n] if logits[n] == logits[n] else F(-np.inf)
-    best = row_max(logits, 0, count)
+    return row_max(logits, 0, len(logits))
+
+
+@jit
+def _certain(logits, best, temperature):
+    """The id that has all the mass, or -1."""
     if not best > F(-3.4e38):
-        logprob[:] = F(-np.inf)
         return 0
-    temperature, top_p, top_k = law[0], np.float64(law[1]), np.int64(key[3])
-    step = max(256, (count + BINS - 1) // BINS)
-    found, share = 0, 1.0
-    if temperature < GREEDY_BELOW:
-        while logits[found] != best:
-            found += 1
-    else:
-        _weigh(logits, best, temperature, mass)
-        if 0 < top_k < count:
-            cut, last = _last_kept(logits, best, temperature, mass, top_k, True, F(0.0), bins, ids)
-            _drop(logits, cut, last, mass)
-        if top_p < 1.0:
-            need = np.int64(np.ceil(top_p * np.float64(_sums(mass, bins, step))))
-            # All that weighs less than the floor weighs less than what top_p leaves over: the answer lies above it.
-            floor = F((1.0 - top_p) * MASS / count * 0.5)
-            cut, last = _last_kept(logits, best, temperature, mass, need, False, floor, bins, ids)
-            _drop(logits, cut, last, mass)
-        if law[2] > F(0.0):
-            _drop_light(law[2] * F(MASS), mass)
-        total = _sums(mass, bins, step)
-        high, low = _philox(_word(key[0]), _word(key[1]), position + 1, _word(key[2]))
-        found = _find(mass, bins, step, _scaled(high, low, total))
-        share = np.float64(mass[found]) / np.float64(total)
-    if len(logprob):
-        logprob[0] = np.log(share)
-        _weigh(logits, best, F(1.0), mass)
-        every = np.float64(_sums(mass, bins, step)) / MASS
-        logprob[1] = (0.0 if logits[found] == best else logits[found] - best) - np.log(every)
+    if temperature >= GREEDY_BELOW:
+        return -1
+    found = 0
+    while logits[found] != best:
+        found += 1
     return found
 
 
+@jit
+def _filter(logits, best, key, law, bins, ids, mass):
+    """mass: of the law after all filters. Returns the id that has all of it, or -1."""
+    temperature, top_p, top_k, count = law[0], np.float64(law[1]), np.int64(key[3]), len(logits)
+    only = _certain(logits, best, temperature)
+    if only >= 0:
+        mass[:] = F(0.0)
+        mass[only] = F(MASS)
+        return only
+    _weigh(logits, best, temperature, mass)
+    if 0 < top_k < count:
+        cut, last = _last_kept(logits, best, temperature, mass, top_k, True, F(0.0), bins, ids)
+        _drop(logits, cut, last, mass)
+    if top_p < 1.0:
+        need = np.int64(np.ceil(top_p * np.float64(_sums(mass, bins, _step(mass)))))
+        # All that weighs less than the floor weighs less than what top_p leaves over: the answer lies above it.
+        floor = F((1.0 - top_p) * MASS / count * 0.5)
+        cut, last = _last_kept(logits, best, temperature, mass, need, False, floor, bins, ids)
+        _drop(logits, cut, last, mass)
+    if law[2] > F(0.0):
+        _drop_light(law[2] * F(MASS), mass)
+    return only
+
+
+@jit
+def _score(logits, best, found, share, bins, mass, logprob):
+    """Log-probabilities of the found id, whose share of the filtered law is known."""
+    if not best > F(-3.4e38):
+        logprob[:] = F(-np.inf)
+        return
+    logprob[0] = np.log(share)
+    _weigh(logits, best, F(1.0), mass)
+    every = np.float64(_sums(mass, bins, _step(mass))) / MASS
+    logprob[1] = (0.0 if logits[found] == best else logits[found] - best) - np.log(every)
+
+
+@jit
+def _sample(logits, key, law, position, logprob, bins, ids, mass):
+    """One row's id. logprob: (2,) to fill, or empty."""
+    best = _best(logits)
+    found, share = _certain(logits, best, law[0]), 1.0
+    if found < 0:
+        _filter(logits, best, key, law, bins, ids, mass)
+        found = _draw(mass, bins, key, position, DRAW)
+        share = np.float64(mass[found]) / np.float64(_sums(mass, bins, _step(mass))) if len(logprob) else 1.0
+    if len(logprob):
+        _score(logits, best, found, share, bins, mass, logprob)
+    return found
+
+
+@jit
+def _reject(logits, key, law, position, draft, drafted, logprob, bins, ids, mass):
+    """One row's id: the draft, or another. draft, drafted: the id and its law's masses; -1 behind the last."""
+    best = _best(logits)
+    _filter(logits, best, key, law, bins, ids, mass)
+    total = np.float64(_sums(mass, bins, _step(mass)))
+    found, left = -1, False
+    if draft >= 0:
+        p, q = WHOLE / total, WHOLE / np.float64(_sums(drafted, bins, _step(drafted)))
+        high, low = _philox(key, position, ACCEPT)
+        u = np.float64(np.int64((high << np.uint64(32) | low) >> np.uint64(11))) * 2.0**-53
+        if u * (np.float64(drafted[draft]) * q) < np.float64(mass[draft]) * p:
+            found = draft
+        else:
+            for n in range(len(mass)):
+                left |= np.float64(mass[n]) * p - np.float64(drafted[n]) * q >= 1.0
+    if left:
+        for n in range(len(mass)):
+            mass[n] = np.floor(max(np.float64(mass[n]) * p - np.float64(drafted[n]) * q, 0.0))
+    if found < 0:
+        found = _draw(mass, bins, key, position, DRAW if draft < 0 else RESIDUAL)
+    if len(logprob):
+        _filter(logits, best, key, law, bins, ids, mass)
+        _score(logits, best, found, np.float64(mass[found]) / total, bins, mass, logprob)
+    return found
+
+
+@jit
+def _share(work, at, thread, room, limit):
+    """(64-bit sums, ids, masses) of a thread, behind what `at` says is used."""
+    at = (at + 15) // 16 * 16 + np.int64(thread) * (2 * BINS + 2 * room)
+    bins, at = work[at : at + 2 * BINS].view(np.int64), at + 2 * BINS
+    return bins, work[at : at + limit].view(np.int32), work[at + room : at + room + limit]
+
+
 @jit(parallel=True)
-def _run(x, pick, slot, pos, norm, eps, w, limit, key, law, ids, logprob, work, threads):
+def _run(x, pick, slot, pos, norm, eps, w, limit, key, law, ids, logprob, proposed, work, threads):
+    """sample, or propose where `proposed` is not empty: it gets the masses."""
     rows = lay_tokens(x, pick, norm, eps, work, threads)
     y_at, ld = rows * x.shape[1], w.shape[0] * 16
     matmul(w, rows, work, y_at, ld, threads)
-    free, room = (y_at + rows * ld + 15) // 16 * 16, (limit + 15) // 16 * 16
     for thread in numba.prange(threads):
-        at = free + np.int64(thread) * (2 * BINS + 2 * room)
-        bins, at = work[at : at + 2 * BINS].view(np.int64), at + 2 * BINS
-        listed, mass = work[at : at + limit].view(np.int32), work[at + room : at + room + limit]
+        bins, listed, mass = _share(work, y_at + rows * ld, thread, (limit + 15) // 16 * 16, limit)
         for i in range(len(pick) * thread // threads, len(pick) * (thread + 1) // threads):
             r = np.int64(pick[i])
-            if pos[r] >= 0:
-                begin = y_at + np.int64(i) * ld
-                n, mine = slot[r], logprob[r] if len(logprob) else logprob[:0].reshape(-1)
-                logits = work[begin : begin + limit]
-                ids[r] = _draw(logits, key[n], law[n], np.int64(pos[r]), mine, bins, listed, mass)
+            if pos[r] < 0:
+                continue
+            begin, n, position = y_at + np.int64(i) * ld, slot[r], np.int64(pos[r])
+            logits = work[begin : begin + limit]
+            if len(proposed):
+                own = proposed[r]
+                _filter(logits, _best(logits), key[n], law[n], bins, listed, own[:limit])
+                own[limit:] = F(0.0)
+                ids[r] = _draw(own[:limit], bins, key[n], position, DRAFT)
+            else:
+                mine = logprob[r] if len(logprob) else logprob[:0].reshape(-1)
+                ids[r] = _sample(logits, key[n], law[n], position + 1, mine, bins, listed, mass)
 
 
 def sample(backend, x, pick, slot, pos, norm, eps, w, limit, key, law, ids, logprob, work):
     if len(pick):
         logprob = backend.none_pairs if logprob is None else logprob
-        _run(x, pick, slot, pos, norm, eps, w.data, limit, key, law, ids, logprob, work, backend.threads)
+        none = backend.none_pairs
+        _run(
+            x, pick, slot, pos, norm, eps, w.data, limit, key, law, ids, logprob, none, work, backend.threads
+        )
+
+
+def propose(backend, x, pick, slot, pos, norm, eps, w, limit, key, law, ids, mass, work):
+    if len(pick):
+        none = backend.none_pairs
+        _run(x, pick, slot, pos, norm, eps, w.data, limit, key, law, ids, none, mass, work, backend.threads)
+
+
+@jit(parallel=True)
+def _run_reject(x, none_i, pos, norm, eps, w, limit, key, law, drafts, drafted, ids, logprob, work, threads):
+    rows = lay_tokens(x, none_i, norm, eps, work, threads)
+    y_at, ld = rows * x.shape[1], w.shape[0] * 16
+    matmul(w, rows, work, y_at, ld, threads)
+    width = len(x) // len(key)
+    for thread in numba.prange(threads):
+        bins, listed, mass = _share(work, y_at + rows * ld, thread, (limit + 15) // 16 * 16, limit)
+        own = np.int64(thread)
+        for r in range(len(x) * own // threads, len(x) * (own + 1) // threads):
+            if pos[r] < 0:
+                continue
+            begin, n, i = y_at + np.int64(r) * ld, r // width, r % width + 1
+            logits, mine = (
+                work[begin : begin + limit],
+                logprob[r] if len(logprob) else logprob[:0].reshape(-1),
+            )
+            draft = np.int64(drafts[n, i]) if i < width else np.int64(-1)
+            law_of_draft = drafted[n, min(i, width - 1), :limit]
+            position = np.int64(pos[r]) + 1
+            ids[r] = _reject(logits, key[n], law[n], position, draft, law_of_draft, mine, bins, listed, mass)
+
+
+def reject(backend, x, pos, norm, eps, w, limit, key, law, drafts, mass, ids, logprob, work):
+    logprob = backend.none_pairs if logprob is None else logprob
+    _run_reject(
+        x, backend.none_i, pos, norm, eps, w.data, limit, key, law, drafts, mass, ids, logprob, work, backend.threads
+    )  # fmt: skip

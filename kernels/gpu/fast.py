@@ -16,14 +16,12 @@ What a fast file offers is entered here; the backend (kernels/gpu/__init__.py) a
 `work` begins with COUNTERS f32 slots that are u32 counters: zero when allocated, left at zero by every kernel. What
 follows holds anything. backend.variants[row] says which variant ran last, "fast" or "plain".
 
-backend.launch(file, kernel, grid, block, shared, args, defines=None, cluster=1, cooperative=False, dependent=False)
+backend.launch(file, kernel, grid, block, shared, args, defines=None, cluster=1, cooperative=False, dependent=False,
+together=False)
 takes arrays for pointers (a slice of an array is a shifted pointer) and numbers for scalars. While a graph is being
 prepared it only compiles and loads, so a row function must not depend on what kernels computed. backend.sms is the
 number of multiprocessors.
 """
-
-from dataclasses import replace
-from math import lcm
 
 import numpy as np
 
@@ -82,18 +80,18 @@ def defines_of(cut, token_tiles):
     return {
         "TOKEN_TILES": token_tiles, "STREAM_WARPS": cut.warps, "STEP_CHUNKS": chunks, "STEPS_AHEAD": ahead,
         "BLOCKS_PER_SM": cut.resident, "FINISH_WARPS": cut.finishers, "CLUSTER_MERGE": int(cut.cluster),
-        "EARLY_LAUNCH": int(cut.early), "HEAD_CLUSTER": cut.heads,
+        "EARLY_LAUNCH": int(cut.early),
     }  # fmt: skip
 
 
-def launch(backend, file, kernel, tiles, cut, cols, rows, args):
+def launch(backend, file, kernel, tiles, cut, cols, rows, args, together=False):
     """One launch for each pass of rows. args: function of (slice of the rows, their number) -> the kernel's."""
     for here, count in cut.passes(cols, rows):
         token_tiles = cut.token_tiles(count)
         backend.launch(
             file, kernel, cut.grid(tiles, backend.sms), cut.threads, cut.shared(cols, token_tiles),
             args(here, count), defines_of(cut, token_tiles),
-            cluster=cut.cluster_blocks, dependent=getattr(backend, "dependent", False),
+            cluster=cut.cluster_blocks, dependent=getattr(backend, "dependent", False), together=together,
         )  # fmt: skip
     return True
 
@@ -115,25 +113,24 @@ def embed(backend, ids, table, scale, x):
 def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot, pos, cache_k, cache_v, work,
         q):  # fmt: skip
     cols, (_, heads, size), (_, groups, cached, _) = wq.cols, q.shape, cache_k.shape
-    blocks = head_cluster(size)
-    if (wq.layout, wkv.layout) != ("packed", "packed") or not blocks:
+    if (wq.layout, wkv.layout) != ("packed", "packed") or not has_room(heads + 2 * groups, size):
         return None
-    cut = replace(split.choose(wq.rows + wkv.rows, cols, backend.sms, whole=True), heads=blocks)
+    cut = split.choose(wq.rows + wkv.rows, cols, backend.sms)
 
     def args(here, count):
         return [
             wq.data, wkv.data, x[here], norm, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot[here], pos[here],
-            cache_k, cache_v, q[here], eps, count, cols, heads, groups, size, cos.shape[1], cached,
+            cache_k, cache_v, q[here], work, work[COUNTERS:], eps, count, cols, cut.slices, heads, groups, size,
+            cos.shape[1], cached,
         ]  # fmt: skip
 
-    tiles = sum(-(-w.rows // (TILE * blocks)) * blocks for w in (wq, wkv))
-    return launch(backend, "qkv_fast.cu", "qkv_fast", tiles, cut, cols, len(x), args)
+    tiles = tiles_of(wq.rows) + tiles_of(wkv.rows)
+    return launch(backend, "qkv_fast.cu", "qkv_fast", tiles, cut, cols, len(x), args, together=True)
 
 
-def head_cluster(size):
-    """Blocks of a cluster that has whole heads of `size`, a tile each; 0 where skinny_heads.cuh does not hold them."""
-    blocks = lcm(size, TILE) // TILE
-    return blocks if blocks <= 8 and size <= 128 else 0
+def has_room(heads, size):
+    """Whether skinny_heads.cuh holds the heads of one launch."""
+    return heads <= 512 and size <= 256
 
 
 def linear_add(backend, a, w, bias, tap_row, tap_at, x, taps, work):
@@ -174,13 +171,36 @@ def head(backend, x, pick, norm, eps, w, limit, ids, work):
     return launch(backend, "head_fast.cu", "head_fast", tiles, cut, w.cols, len(pick), args)
 
 
+def _room(w, work, rows):
+    """Where the workspace holds the logits of so many rows."""
+    at = COUNTERS + split.SQUARES
+    return work[at : at + rows * w.rows].reshape(rows, w.rows)
+
+
 def sample(backend, x, pick, slot, pos, norm, eps, w, limit, key, law, ids, logprob, work):
     if w.layout != "packed":
         return None
-    at, count = COUNTERS + split.SQUARES, len(pick)
-    logits = work[at : at + count * w.rows].reshape(count, w.rows)
-    if count and _logits(backend, x, pick, norm, eps, w, work, logits):
-        plain.draw(backend, logits, pick, slot, pos, limit, key, law, ids, logprob, w.rows)
+    logits = _room(w, work, len(pick))
+    if len(pick) and _logits(backend, x, pick, norm, eps, w, work, logits):
+        plain.draw(backend, logits, w.rows, pick, slot, pos, limit, key, law, ids, logprob)
+    return True
+
+
+def propose(backend, x, pick, slot, pos, norm, eps, w, limit, key, law, ids, mass, work):
+    if w.layout != "packed":
+        return None
+    logits = _room(w, work, len(pick))
+    if len(pick) and _logits(backend, x, pick, norm, eps, w, work, logits):
+        plain.draw(backend, logits, w.rows, pick, slot, pos, limit, key, law, ids, None, mass, plain.DRAFT)
+    return True
+
+
+def reject(backend, x, pos, norm, eps, w, limit, key, law, drafts, mass, ids, logprob, work):
+    if w.layout != "packed":
+        return None
+    logits = _room(w, work, len(x))
+    _logits(backend, x, None, norm, eps, w, work, logits)
+    plain.accept_or_redraw(backend, logits, pos, limit, key, law, drafts, mass, ids, logprob)
     return True
 
 
@@ -219,24 +239,22 @@ def fuse(backend, taps, w, norm, eps, work, f):
             cut.slices,
         ]
 
-    return launch(backend, "fuse_fast.cu", "fuse_fast", tiles, cut, w.cols, len(taps), args)
+    return launch(backend, "fuse_fast.cu", "fuse_fast", tiles, cut, w.cols, len(taps), args, together=True)
 
 
 def inject(backend, f, wkv, kv_bias, k_norm, eps, cos, sin, slot, pos, cache_k, cache_v, work):
     layers, slots, groups, cached, size = cache_k.shape
-    blocks = head_cluster(size)
-    if wkv.layout != "packed" or not blocks:
+    if wkv.layout != "packed" or not has_room(layers * 2 * groups, size):
         return None
-    cut = replace(split.choose(wkv.rows, wkv.cols, backend.sms, whole=True), heads=blocks)
+    cut, tiles = split.choose(wkv.rows, wkv.cols, backend.sms), tiles_of(wkv.rows)
 
     def args(here, count):
         return [
-            wkv.data, f[here], kv_bias, k_norm, cos, sin, slot[here], pos[here], cache_k, cache_v, eps, count,
-            wkv.cols, layers, slots, groups, size, cos.shape[1], cached,
+            wkv.data, f[here], kv_bias, k_norm, cos, sin, slot[here], pos[here], cache_k, cache_v, work,
+            work[COUNTERS:], eps, count, wkv.cols, cut.slices, layers, slots, groups, size, cos.shape[1], cached,
         ]  # fmt: skip
 
-    tiles = -(-wkv.rows // (TILE * blocks)) * blocks
-    return launch(backend, "inject_fast.cu", "inject_fast", tiles, cut, wkv.cols, len(f), args)
+    return launch(backend, "inject_fast.cu", "inject_fast", tiles, cut, wkv.cols, len(f), args, together=True)
 
 
 # row of the table -> function(backend, *args) -> True, or None to decline
@@ -250,6 +268,8 @@ FAST = {
         gate_up,
         head,
         sample,
+        propose,
+        reject,
         head_logits,
         fuse,
         inject,

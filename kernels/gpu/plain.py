@@ -7,6 +7,8 @@ the workspace holds the normed rows, then the products, both f32 and row by row.
 from . import COUNTERS
 
 THREADS = 128  # of a block of plain.cuh: 4 warps
+CLUSTER_FROM = 16384  # logits of a row that are worth eight blocks
+DRAW, DRAFT = 0, 1  # as in law.cuh
 C_TYPES = {"f32": "float", "bf16": "bf16"}
 LAYOUTS = {"plain": 0, "packed": 1, "packed pairs": 2}  # PACKED of plain.cuh
 
@@ -103,19 +105,51 @@ def head(backend, x, pick, norm, eps, w, limit, ids, work):
     backend.launch("head.cu", "head", len(pick), 256, 0, [y, pick, ids, limit, w.rows])
 
 
-def sample(backend, x, pick, slot, pos, norm, eps, w, limit, key, law, ids, logprob, work):
-    if not len(pick):
-        return
+def _picked_logits(backend, x, pick, norm, eps, w, work):
+    """Logits of those rows, in the workspace, w.rows apart."""
     laid, y = _laid(backend, x, pick, norm, eps, work)
     _linear(backend, w, laid, "f32", y, w.rows)
-    draw(backend, y, pick, slot, pos, limit, key, law, ids, logprob, w.rows)
+    return y
 
 
-def draw(backend, logits, pick, slot, pos, limit, key, law, ids, logprob, stride):
-    """The end of sample: ids from the picked rows' logits. How many threads take part does not show in them."""
-    threads = 1024 if limit > 4096 else 128
-    args = [logits, pick, slot, pos, key, law, ids, logprob, limit, stride]
-    backend.launch("sample.cu", "sample", len(pick), threads, 0, args)
+def sample(backend, x, pick, slot, pos, norm, eps, w, limit, key, law, ids, logprob, work):
+    if len(pick):
+        y = _picked_logits(backend, x, pick, norm, eps, w, work)
+        draw(backend, y, w.rows, pick, slot, pos, limit, key, law, ids, logprob)
+
+
+def propose(backend, x, pick, slot, pos, norm, eps, w, limit, key, law, ids, mass, work):
+    if len(pick):
+        y = _picked_logits(backend, x, pick, norm, eps, w, work)
+        draw(backend, y, w.rows, pick, slot, pos, limit, key, law, ids, None, mass, DRAFT)
+
+
+def reject(backend, x, pos, norm, eps, w, limit, key, law, drafts, mass, ids, logprob, work):
+    y = _picked_logits(backend, x, None, norm, eps, w, work)
+    accept_or_redraw(backend, y, pos, limit, key, law, drafts, mass, ids, logprob)
+
+
+def draw(backend, logits, stride, pick, slot, pos, limit, key, law, ids, logprob, mass=None, purpose=DRAW):
+    """The end of sample and propose: ids from the picked rows' logits, which lie `stride` f32 apart."""
+    args = [logits, pick, slot, pos, key, law, ids, logprob, mass, purpose, limit, stride]
+    _launch_law(backend, "sample", len(pick), limit, args)
+
+
+def accept_or_redraw(backend, logits, pos, limit, key, law, drafts, mass, ids, logprob):
+    """The end of reject, from the logits of all rows."""
+    slots, block, stride = mass.shape
+    args = [logits, pos, key, law, drafts, mass, ids, logprob, len(pos) // slots, block, limit, stride]
+    _launch_law(backend, "reject", len(pos), limit, args)
+
+
+def _launch_law(backend, kernel, rows, limit, args):
+    """A kernel of law.cuh. How many blocks and threads share a row does not show in its ids."""
+    blocks = 8 if limit >= CLUSTER_FROM else 1
+    threads = 512 if limit > 4096 else 128
+    dependent = getattr(backend, "dependent", False)
+    backend.launch(
+        f"{kernel}.cu", kernel, rows * blocks, threads, 0, args, cluster=blocks, dependent=dependent
+    )
 
 
 def head_logits(backend, x, norm, eps, w, work, logits):
