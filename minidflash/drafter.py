@@ -26,6 +26,8 @@ def inject_fresh(ops, model, s):
 def draft(ops, engine, s, drafted_rows):
     """One pass over [anchor, mask ...] of every slot; s.drafts gets the ids of the slots in drafted_rows.
 
+    They are the likeliest, or where s.mass wants their laws, drawn.
+
     Block keys and values land in the caches behind the context, where the next injection overwrites them.
     drafted_rows: i32 row numbers n * B + i, i in 1..v-1; the others need no head.
     """
@@ -52,13 +54,11 @@ def draft(ops, engine, s, drafted_rows):
         )  # fmt: skip
     w = model.weights
     vocab = min(config.vocab or target.config.vocab, target.config.vocab)
-    ops.head(
-        rows.x,
-        drafted_rows,
-        w["norm"],
-        config.eps,
-        target.weights["head"],
-        vocab,
-        s.drafts.reshape(-1),
-        s.work,
-    )
+    head, drafts = target.weights["head"], s.drafts.reshape(-1)
+    if s.mass is None:
+        ops.head(rows.x, drafted_rows, w["norm"], config.eps, head, vocab, drafts, s.work)
+        return
+    ops.propose(
+        rows.x, drafted_rows, rows.slot, rows.pos, w["norm"], config.eps, head, min(vocab, target.ids), s.key, s.law,
+        drafts, s.mass.reshape(len(drafts), -1), s.work,
+    )  # fmt: skip

@@ -132,7 +132,7 @@ def program(engine, s, request, width, is_injecting):
 def start_schedule(engine, s, request):
     """A new text for the schedule; the first `auto` on these buffers measures what rounds cost (part of jit_s).
 
-    So is the first draw of an engine: kernels that only sampling needs are compiled then.
+    So is the first draw of an engine, and the first round by rejection: kernels that only they need are compiled then.
     """
     engine.schedule.begin()
     if request.sampling.choice != "likeliest" and not engine.can_sample:
@@ -144,7 +144,8 @@ def start_schedule(engine, s, request):
         engine.ops.download(s.choice[:1])
         engine.can_sample = True
         engine.jit_s += time.perf_counter() - since
-    if request.verify != "auto" or engine.schedule.seconds:
+    is_new = s.mass is not None and request.drafts and not engine.programs
+    if not is_new and (request.verify != "auto" or engine.schedule.seconds):
         return
     since = time.perf_counter()
 
@@ -154,7 +155,11 @@ def start_schedule(engine, s, request):
         program(engine, s, request, width, width > 1).launch()
         engine.ops.download(s.record)
 
-    engine.schedule.measure(launch)
+    if is_new:
+        request.sampling.place(engine.ops, s, 0)
+        launch(request.verify)
+    else:
+        engine.schedule.measure(launch)
     engine.jit_s += time.perf_counter() - since
 
 

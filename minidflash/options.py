@@ -127,7 +127,9 @@ def add_sampling(parser):
     )
     group.add_argument("--samples", metavar="N", type=whole(1), default=1, help="answers to make (default 1)")
     group.add_argument("--accept", choices=("match", "reject"), default="match",
-                       help="how drafts are accepted when sampling (default match)")  # fmt: skip
+                       help="how drafts are accepted when sampling. match (default): a seed's text is that of plain "
+                       "decoding. reject: by rejection sampling; only the law is the same, not the text; needs "
+                       "--verify N")  # fmt: skip
     group.add_argument("--logprobs", action="store_true", help="log probabilities of the new tokens")
 
 
@@ -138,7 +140,7 @@ def sampling_wishes(args):
     wishes = {name: getattr(args, name) for name, usual in OPTIONS.items() if getattr(args, name) != usual}
     if args.logprobs and not (args.json or args.trace):
         raise UserError("--logprobs has no place in plain text", "add --json or --trace FILE")
-    Sampling.of(wishes)
+    Sampling.of(wishes).check_verify(args.verify)
     return wishes
 
 

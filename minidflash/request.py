@@ -44,6 +44,7 @@ class Request:
         trained = engine.drafter.config.block if drafts else 1
         block = _count(o, "block", trained, 1, WIDEST) if drafts else 1
         verify = o["verify"]
+        law.check_verify(verify)
         if verify != "auto":
             verify = min(_count(o, "verify", None, 1, None), block)
         if block == 1:
@@ -135,7 +136,8 @@ def reserve(engine, request):
     engine.is_busy, engine.is_interrupted = True, False
     try:
         stop_ids = frozenset() if request.ignore_eos else engine.stop_ids
-        shape = 1, request.block, stop_ids, request.drafts
+        rejects = request.drafts and request.sampling.rejects
+        shape = 1, request.block, stop_ids, request.drafts, rejects
         # A plain run fits into the buffers of a drafted one; they are not given up for it.
         fits = engine.state_shape == shape or (
             not request.drafts and (engine.state_shape or shape)[2] == stop_ids
@@ -152,6 +154,7 @@ def reserve(engine, request):
                 engine.ctx,
                 request.block,
                 engine.chunk,
+                rejects,
             )
             engine.state_shape = shape
             engine.schedule = Schedule(request.block)

@@ -12,7 +12,6 @@ OPTIONS = {
     "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0, "samples": 1, "accept": "match",
     "logprobs": False,
 }  # fmt: skip
-NOT_BUILT = ("accept",)  # with another value than the default
 LARGEST = 3e38  # of f32, about: a hotter law is as flat
 
 
@@ -20,8 +19,10 @@ LARGEST = 3e38  # of f32, about: a hotter law is as flat
 class Sampling:
     """Checked. A draw belongs to (seed, sample, position), so it does not matter which round makes it.
 
-    Sample-and-match: the target's own draw at every position decides, and drafts that equal it are kept. So the text
-    is drawn from the target's filtered law, whatever the drafter, and is the same without one.
+    accept "match" (sample-and-match): the target's own draw at every position decides, and drafts that equal it are
+    kept. So the text is drawn from the target's filtered law, whatever the drafter, and is the same without one.
+    accept "reject": drafts are drawn from the drafter's law, through the same filters, and kept by rejection sampling.
+    The law is the same, the text is not: it depends on the drafter, the block and the rows verified.
     """
 
     temperature: float
@@ -30,6 +31,7 @@ class Sampling:
     min_p: float
     seed: int
     samples: int
+    accept: str
     logprobs: bool
 
     @classmethod
@@ -37,16 +39,10 @@ class Sampling:
         """Check keywords; absent or None is the default. Errors: UserError naming the option."""
         o = OPTIONS | {name: value for name, value in given.items() if name in OPTIONS and value is not None}
         if o["accept"] not in ("match", "reject"):
-            raise UserError(f"accept is {o['accept']!r}", "there is match")
-        for name in NOT_BUILT:
-            if o[name] != OPTIONS[name]:
-                raise UserError(
-                    f"--{name} {o[name]} is not built yet: drafts are accepted by match",
-                    f"leave out --{name}",
-                )
+            raise UserError(f"accept is {o['accept']!r}", "there are match and reject")
         temperature = _real(o, "temperature", lambda t: t >= 0, "a number from 0 up")
         if given.get("temperature") is None:
-            for name in ("top_k", "top_p", "min_p", "seed", "samples"):
+            for name in ("top_k", "top_p", "min_p", "seed", "samples", "accept"):
                 if o[name] != OPTIONS[name]:
                     flag = "--" + name.replace("_", "-")
                     raise UserError(
@@ -59,8 +55,23 @@ class Sampling:
             _real(o, "min_p", lambda p: 0 <= p <= 1, "a number from 0 to 1"),
             _whole(o, "seed", 0, 2**64 - 1),
             _whole(o, "samples", 1, 2**31 - 1),
+            o["accept"],
             bool(o["logprobs"]),
         )
+
+    @property
+    def rejects(self):
+        """Whether drafts are drawn, and kept by rejection sampling; near temperature 0 both rules are one."""
+        return self.accept == "reject" and self.temperature >= GREEDY_BELOW
+
+    def check_verify(self, verify):
+        """Refuse a number of rows that is not fixed, where the text depends on it. Errors: UserError."""
+        if self.accept == "reject" and verify == "auto":
+            raise UserError(
+                "--accept reject needs a fixed --verify: it promises the target's law, not the text of plain decoding, "
+                "and what a seed gives depends on how many drafts a round verifies",
+                "add --verify N, or leave out --accept reject",
+            )
 
     @property
     def choice(self):

@@ -46,6 +46,7 @@ class State:
     start: position of the anchor = rows in the target's cache. fresh: context features that wait for injection, at most B.
     left: tokens the slot may still emit. done: 0, or why it ended (oracle.STOPPED, OUT_OF_BUDGET).
     drafts: [N, B]; column 0 is not used. record: what accept tells the host. key, law, logprob: as in the row sample.
+    mass: [N, B, V], the laws that drafts were drawn from; None where drafts are the likeliest tokens.
     """
 
     slots: int
@@ -65,6 +66,7 @@ class State:
     key: Any
     law: Any
     logprob: Any
+    mass: Any
     rows: Rows
     draft_rows: Rows | None
     context_slot: Any
@@ -79,11 +81,11 @@ class State:
     memory: dict
 
 
-def make_state(ops, target, drafter, stop_ids, slots, ctx, block, chunk):
+def make_state(ops, target, drafter, stop_ids, slots, ctx, block, chunk, rejects=False):
     """Allocate a State.
 
     target, drafter: configs (drafter None: plain decoding, block 1). ctx: positions a slot may use; the caches hold
-    ctx + block rows, since the last block may overshoot. chunk: rows of one prefill pass. Errors: MemoryError.
+    ctx + block rows, since the last block may overshoot. chunk: rows of one prefill pass. rejects: drafts are drawn, so their laws are kept. Errors: MemoryError.
     """
     wide = slots * block
     count = max(chunk, wide)
@@ -113,16 +115,17 @@ def make_state(ops, target, drafter, stop_ids, slots, ctx, block, chunk):
             (wide, drafter.width, target.vocab),
         ]
     work = ops.array((max(ops.backend.work_size(*need) for need in needs),), "f32")
+    mass = ops.array((slots, block, target.vocab), "f32") if rejects else None
     memory = {
         "target_cache": 2 * cache_k.nbytes,
         "drafter_cache": 0 if drafter is None else 2 * drafter_k.nbytes,
-        "workspace": work.nbytes + _bytes(rows, draft_rows, taps, features),
+        "workspace": work.nbytes + _bytes(rows, draft_rows, taps, features, mass),
     }
     return State(
         slots, ctx, block, chunk, **i32, stop=stop, masks=masks, drafts=drafts, choice=ops.array((count,), "i32"),
         record=ops.array((slots, 2 * block + 3), "i32"), key=ops.array((slots, 4), "i32"),
-        law=ops.array((slots, 3), "f32"), logprob=ops.array((count, 2), "f32"), rows=rows, draft_rows=draft_rows,
-        context_slot=ops.array((wide,), "i32"), context_pos=ops.array((wide,), "i32"), taps=taps, features=features,
+        law=ops.array((slots, 3), "f32"), logprob=ops.array((count, 2), "f32"), mass=mass, rows=rows,
+        draft_rows=draft_rows, context_slot=ops.array((wide,), "i32"), context_pos=ops.array((wide,), "i32"), taps=taps, features=features,
         cache_k=cache_k, cache_v=cache_v, drafter_k=drafter_k, drafter_v=drafter_v, work=work, memory=memory,
     )  # fmt: skip
 

@@ -33,6 +33,15 @@ def choose(ops, model, s, rows, pick, ids, choice):
     )  # fmt: skip
 
 
+def accept_or_redraw(ops, model, s, rows, ids, choice):
+    """ids[r] = the draft behind row r of a verify pass, or by rejection sampling another in its place. choice: as above."""
+    w, config = model.weights, model.config
+    logprob = s.logprob[: len(ids)] if choice == "scored" else None
+    ops.reject(
+        rows.x, rows.pos, w["norm"], config.eps, w["head"], model.ids, s.key, s.law, s.drafts, s.mass, ids, logprob, s.work
+    )  # fmt: skip
+
+
 def verify(ops, model, s, width, taps, all_rows, choice="likeliest"):
     """Verify pass: [anchor, drafts[1..width-1]] of every slot; s.choice gets the target's token after each row."""
     rows = s.rows.first(s.slots * width)
@@ -50,4 +59,7 @@ def verify(ops, model, s, width, taps, all_rows, choice="likeliest"):
         rows.tap_row,
     )
     forward(ops, model, s, rows, taps)
-    choose(ops, model, s, rows, all_rows, s.choice[: s.slots * width], choice)
+    if s.mass is not None and width > 1:
+        accept_or_redraw(ops, model, s, rows, s.choice[: s.slots * width], choice)
+    else:
+        choose(ops, model, s, rows, all_rows, s.choice[: s.slots * width], choice)

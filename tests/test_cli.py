@@ -185,10 +185,15 @@ def test_empty_and_foreign_bytes_on_stdin_are_refused(generate, monkeypatch):
         assert words in err
 
 
-def test_a_flag_that_is_not_built_is_refused_by_name(generate):
-    code, out, err = generate("--tokens", "5", "--accept", "reject")
-    assert (code, out) == (2, "")
-    assert "--accept reject is not built yet" in err
+def test_rejection_sampling_wants_a_temperature_and_a_fixed_verify(generate):
+    for flags, words in (((), "no effect at temperature 0"), (("--temperature", 1), "needs a fixed --verify"),
+                         (("--temperature", 1, "--verify", "auto"), "needs a fixed --verify")):  # fmt: skip
+        code, out, err = generate("--tokens", "5", "--accept", "reject", *flags)
+        assert (code, out) == (2, "") and words in err
+    assert "not the text of plain decoding" in err and "add --verify N" in err
+    flags = ("--tokens", PROMPT, "-n", 2, "--accept", "reject", "--verify", 4, "--temperature")
+    assert generate(*flags, 1e-9)[:2] == (0, "t20 t20\n")
+    assert generate(*flags, 0.5)[0] == 0
 
 
 def test_sampling_flags_at_their_defaults_are_no_wish(generate):

@@ -1,6 +1,7 @@
 """Sampling: the target's filtered law exactly, and for a seed the same text with any drafter and with none.
 
-Sample-and-match: the target's own draw at each position decides. The laws are known: pair FX-S of automaton.py.
+Sample-and-match: the target's own draw at each position decides. Rejection sampling (accept="reject") promises the law
+alone. The laws are known: pair FX-S of automaton.py.
 """
 
 import itertools
@@ -11,10 +12,11 @@ import numpy as np
 import pytest
 
 import minidflash as md
+from minidflash.drafter import draft
 from minidflash.errors import UserError
 from tests.automaton import TABLES, VOCAB, build
 from tests.chance import filtered, surprise
-from tests.conftest import open_or_skip
+from tests.conftest import open_or_skip, parameters
 from tests.replay import Replay, check_plan, histogram, proposing
 from tests.test_field_log_limits import resident
 from tests.test_lossless import GOLDEN, embedded, ids_of, load, prompt_of
@@ -27,6 +29,11 @@ LAWS = [
     {"temperature": 1.5, "top_k": 40, "min_p": 0.02},
 ]
 RAW = {"ignore_eos": True}
+RULES = ("match", "reject")
+on_backends = pytest.mark.parametrize(
+    "backend", [pytest.param(p.values[0][0], id=p.values[0][0], marks=p.marks)
+                for p in parameters(["numba", "emulate", "cuda"], ["f32"])]
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -43,8 +50,21 @@ def open_fx(folder, name="FX-S", backend="numba", changes=None, **options):
 
 
 @pytest.fixture(scope="module")
-def fx(tmp_path_factory):
-    return open_fx(tmp_path_factory.mktemp("FX-S"))
+def fx_of(tmp_path_factory):
+    """backend -> the pair FX-S on it, opened once."""
+    opened = {}
+
+    def of(backend):
+        if backend not in opened:
+            opened[backend] = open_fx(tmp_path_factory.mktemp("FX-S"), backend=backend)
+        return opened[backend]
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def fx(fx_of):
+    return fx_of("numba")
 
 
 def transitions(**law):
@@ -74,52 +94,73 @@ def joint(start=5, **law):
 # ---- the law -----------------------------------------------------------------------------------------------------
 
 
+COUNTS = {"numba": (700, 4000), "emulate": (60, 400), "cuda": (300, 2000)}  # outcomes: usually, and with FULL
+
+
 @pytest.mark.parametrize("law", FILTERS, ids=str)
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
-def test_the_joint_law_of_three_tokens(fx, temperature, law, monkeypatch):
-    """With the drafter; plain decoding gives the same samples one by one, as the tests below say."""
+@pytest.mark.parametrize("accept", RULES)
+@on_backends
+def test_the_joint_law_of_three_tokens(fx_of, backend, accept, temperature, law, monkeypatch):
     monkeypatch.setenv("MINIDFLASH_CHECK", "0")
-    count, law = 4000 if FULL else 700, {"temperature": temperature, **law}
-    counts, found = triples(fx, count, block=3, verify=3, **law)
+    fx, count, law = fx_of(backend), COUNTS[backend][FULL], {"temperature": temperature, **law}
+    counts, found = triples(fx, count, block=3, verify=3, accept=accept, **law)
     assert counts.sum() == count and surprise(counts, joint(**law)) < 4.5
-    few = md.generate(fx, [5], max_tokens=3, samples=20, drafter=False, **RAW, **law)
-    assert [one["tokens"] for one in few.samples] == [one["tokens"] for one in found.samples[:20]]
+    assert 0 < sum(r - 1 for one in found.samples for r in one["rounds"]), "drafts are kept"
+    if accept == "match":
+        few = md.generate(fx, [5], max_tokens=3, samples=10, drafter=False, **RAW, **law)
+        assert [one["tokens"] for one in few.samples] == [one["tokens"] for one in found.samples[:10]]
 
 
-@pytest.mark.parametrize("law", [{"temperature": 1.0}, {"temperature": 1.7, "top_p": 0.6}], ids=str)
-def test_the_joint_law_on_the_emulator(tmp_path, law):
-    engine = open_fx(tmp_path, backend="emulate")
-    counts, _ = triples(engine, 400 if FULL else 60, block=3, verify=3, **law)
-    assert surprise(counts, joint(**law)) < 4.5
+def likeliest_as_drawn(ops, engine, s, drafted_rows):
+    """Stands in for engine.propose: the drafter's likeliest tokens, under the laws that draws would come from."""
+    draft(ops, engine, s, drafted_rows)
+    w, config, target = engine.drafter.weights, engine.drafter.config, engine.target
+    ops.head(
+        s.draft_rows.x, drafted_rows, w["norm"], config.eps, target.weights["head"], target.ids, s.drafts.reshape(-1), s.work
+    )  # fmt: skip
 
 
-def biased(accept, seed=0):
-    """Accept by p / q as if the drafter had sampled its drafts, while they are its argmax: the usual mistake."""
-    p, q, rng = transitions(), np.full(VOCAB, 1 / VOCAB), np.random.default_rng(seed)
-
-    def broken(drafts, choice, stop, start, anchor, *rest):
-        choice, before = choice.copy(), int(anchor[0])
-        for i in range(len(choice) - 1):
-            draft = int(drafts[0, i + 1])
-            chances = q * 0.4
-            chances[draft] += 0.6
-            if rng.random() * chances[draft] < p[before, draft]:
-                choice[i] = draft
-            else:
-                left = np.maximum(p[before] - chances, 0)
-                choice[i] = rng.choice(VOCAB, p=left / left.sum())
-                break
-            before = draft
-        accept(drafts, choice, stop, start, anchor, *rest)
-
-    return broken
+@pytest.mark.parametrize("temperature", [1.0, 1.7])
+@pytest.mark.parametrize("backend", [p for p in on_backends.args[1] if p.id != "emulate"])
+def test_a_biased_rule_fails_the_same_test(fx_of, backend, temperature, monkeypatch):
+    """Argmax drafts accepted by u q < p as if they had been drawn from q."""
+    monkeypatch.setenv("MINIDFLASH_CHECK", "0")
+    fx, law = fx_of(backend), {"temperature": temperature}
+    with proposing(fx, likeliest_as_drawn):
+        counts, _ = triples(fx, 700, block=3, verify=3, accept="reject", **law)
+    assert surprise(counts, joint(**law)) > 6
 
 
-def test_a_biased_rule_fails_the_same_test(tmp_path):
-    engine = open_fx(tmp_path)
-    engine.ops.backend.accept = biased(engine.ops.backend.accept)
-    counts, _ = triples(engine, 700, block=3, verify=3, temperature=1.0)
-    assert surprise(counts, joint(temperature=1.0)) > 6
+# ---- what rejection promises, and what not -----------------------------------------------------------------------
+
+
+def test_rejection_gives_a_seeds_text_again_and_no_other_rules_text(fx, tmp_path):
+    def text(engine=fx, **options):
+        options = {"max_tokens": 24, "temperature": 1.0, "seed": 7, **RAW, **options}
+        return md.generate(engine, [9, 5], **options).tokens
+
+    first = text(accept="reject", verify=4)
+    assert first == text(accept="reject", verify=4) == text(accept="reject", verify=4, logprobs=True)
+    assert first == text(open_fx(tmp_path, prefill_chunk=1), accept="reject", verify=4)
+    assert len({tuple(text(accept="reject", verify=4, seed=seed)) for seed in range(8)}) == 8
+    assert first != text(verify=4) == text(verify=3), "another rule, another text"
+    assert first != text(accept="reject", verify=3), "what a seed gives depends on the rows verified"
+    assert text(accept="reject", verify=1) == text() == text(accept="reject", verify=4, drafter=False)
+    many = md.generate(
+        fx, [9, 5], max_tokens=24, temperature=1.0, seed=7, samples=4, accept="reject", verify=4, **RAW
+    )
+    assert many.samples[0]["tokens"] == first and len({tuple(one["tokens"]) for one in many.samples}) == 4
+
+
+def test_the_drafters_law_is_filtered_like_the_targets(fx):
+    kept = {}
+    for name, law in (("all", {}), ("top_k", {"top_k": 2}), ("min_p", {"min_p": 1.0})):
+        md.generate(fx, [9, 9, 5], max_tokens=9, accept="reject", verify=4, temperature=1.7, **RAW, **law)
+        mass = fx.ops.download(fx.state.mass)[0, 1:4]
+        assert (mass.max(1) == 2.0**43).all()
+        kept[name] = (mass > 0).sum(1).tolist()
+    assert kept == {"all": [VOCAB] * 3, "top_k": [2] * 3, "min_p": [1] * 3}
 
 
 # ---- drafted == plain --------------------------------------------------------------------------------------------
@@ -209,26 +250,34 @@ def test_a_draw_that_moves_with_the_round_is_caught(tmp_path):
 
 
 @pytest.mark.parametrize("law", [{"top_k": 1}, {"top_p": 1e-4}, {"min_p": 1.0}], ids=str)
-def test_f59_filters_reach_the_verify_sampler(fx, law):
-    greedy = md.generate(fx, [9] * 10 + [5], max_tokens=30, **RAW).tokens
-    for seed in range(20):
-        options = {"seed": seed, "temperature": 1.0, **RAW, **law}
-        assert md.generate(fx, [9] * 10 + [5], max_tokens=30, verify=8, **options).tokens == greedy
+@pytest.mark.parametrize("accept", RULES)
+@on_backends
+def test_f59_filters_reach_the_verify_sampler(fx_of, backend, accept, law):
+    fx, count, seeds = fx_of(backend), *((30, 20) if backend == "numba" else (12, 4))
+    greedy = md.generate(fx, [9] * 10 + [5], max_tokens=count, **RAW).tokens
+    for seed in range(seeds):
+        options = {"seed": seed, "temperature": 1.0, "accept": accept, **RAW, **law}
+        assert md.generate(fx, [9] * 10 + [5], max_tokens=count, verify=8, **options).tokens == greedy
 
 
-def test_f60_tiny_temperatures_are_greedy_and_none_gives_nan(fx):
-    prompt = [9] * 10 + [5]
-    greedy = md.generate(fx, prompt, max_tokens=30, **RAW).tokens
+@pytest.mark.parametrize("accept", RULES)
+@on_backends
+def test_f60_tiny_temperatures_are_greedy_and_none_gives_nan(fx_of, backend, accept):
+    fx, prompt = fx_of(backend), [9] * 10 + [5]
+    options = {
+        "max_tokens": 30 if backend == "numba" else 12,
+        "logprobs": True,
+        "verify": 8,
+        "accept": accept,
+        **RAW,
+    }
+    greedy = md.generate(fx, prompt, max_tokens=options["max_tokens"], **RAW).tokens
     for temperature in (0, 0.0, 1e-9, 1e-6, 1e-5, 1e-4, 1e-3):
-        found = md.generate(
-            fx, prompt, max_tokens=30, temperature=temperature, verify=8, logprobs=True, **RAW
-        )
+        found = md.generate(fx, prompt, temperature=temperature, **options)
         assert found.tokens == greedy
         assert np.isfinite(found.logprobs).all()
     for temperature in (50, 1e30, 1e300):
-        found = md.generate(
-            fx, prompt, max_tokens=30, temperature=temperature, verify=8, logprobs=True, **RAW
-        )
+        found = md.generate(fx, prompt, temperature=temperature, **options)
         assert np.isfinite(found.logprobs).all() and len(set(found.tokens)) > 5
 
 
@@ -243,13 +292,16 @@ def test_bad_values_are_refused_by_name(fx, name, value):
         md.generate(fx, [5], max_tokens=1, **{"temperature": 1.0, name: value})
 
 
-def test_what_has_no_effect_or_is_not_built_is_refused(fx):
-    for name, value in (("top_k", 3), ("top_p", 0.5), ("min_p", 0.1), ("seed", 1), ("samples", 2)):
+def test_what_has_no_effect_is_refused(fx):
+    for name, value in (("top_k", 3), ("top_p", 0.5), ("min_p", 0.1), ("seed", 1), ("samples", 2),
+                        ("accept", "reject")):  # fmt: skip
         with pytest.raises(UserError, match="no effect at temperature 0"):
             md.generate(fx, [5], max_tokens=1, **{name: value})
-        md.generate(fx, [5], max_tokens=1, **{"temperature": 0.0, name: value})  # said, so meant
-    with pytest.raises(UserError, match="--accept reject is not built yet"):
-        md.generate(fx, [5], max_tokens=1, temperature=1.0, accept="reject")
+        md.generate(fx, [5], max_tokens=1, verify=4, **{"temperature": 0.0, name: value})  # said, so meant
+    for verify in ({}, {"verify": "auto"}):
+        with pytest.raises(UserError, match="--accept reject needs a fixed --verify") as refusal:
+            md.generate(fx, [5], max_tokens=1, temperature=1.0, accept="reject", **verify)
+        assert "not the text" in str(refusal.value) and "--verify N" in refusal.value.hint
     assert md.generate(fx, [5], max_tokens=1, temperature=1.0, accept="match", top_k=None).tokens
 
 
@@ -293,12 +345,14 @@ def test_samples_share_a_prefill_and_are_those_of_any_other_way(fx, monkeypatch)
 
 
 @pytest.mark.parametrize("law", FILTERS, ids=str)
-def test_log_probabilities_are_those_of_the_law_and_of_the_model(fx, law):
+@pytest.mark.parametrize("accept", RULES)
+def test_log_probabilities_are_those_of_the_law_and_of_the_model(fx, accept, law):
     kept = transitions(temperature=1.3, **law)
-    law = {"temperature": 1.3, **law}
-    found = md.generate(fx, [9, 5], max_tokens=40, logprobs=True, verify=8, **RAW, **law)
+    law = {"temperature": 1.3, "verify": 8, "accept": accept, **law}
+    found = md.generate(fx, [9, 5], max_tokens=40, logprobs=True, **RAW, **law)
     plain = md.generate(fx, [9, 5], max_tokens=40, logprobs=True, drafter=False, **RAW, **law)
-    assert plain.logprobs == found.logprobs and len(found.logprobs) == len(found.tokens)
+    assert accept == "reject" or plain.logprobs == found.logprobs
+    assert len(found.logprobs) == len(found.tokens)
     assert found.tokens == md.generate(fx, [9, 5], max_tokens=40, **RAW, **law).tokens
     before = [5, *found.tokens[:-1]]
     np.testing.assert_allclose(np.exp(found.logprobs)[:, 0], kept[before, found.tokens], rtol=1e-4, atol=1e-6)
