@@ -6,6 +6,7 @@ the driver. CudaDevice and emulate.EmulatedDevice have one interface: a backend 
 
 import ctypes
 import importlib.util
+import math
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -181,6 +182,7 @@ class CudaFunction:
         self.registers = registers
         self.local_bytes = local_bytes
         self.opted_in = 0  # dynamic shared bytes allowed so far
+        self.fitting = set()  # launches seen to fit on the card at once
 
 
 class CudaDevice:
@@ -269,13 +271,15 @@ class CudaDevice:
         return function
 
     def launch(
-        self, function, grid, block, shared, args, cluster=1, cooperative=False, dependent=False, stream=None
-    ):
+        self, function, grid, block, shared, args, cluster=1, cooperative=False, dependent=False, together=False,
+        stream=None,
+    ):  # fmt: skip
         """Start a kernel; returns at once.
 
         grid, block, cluster: ints or tuples; the grid counts blocks, not clusters. shared: dynamic bytes a
         block. args: CuPy arrays or device addresses for pointers, numbers for scalars. dependent: may start
-        while the launch before it in the stream still runs; the kernel then calls griddep_wait. stream: one
+        while the launch before it in the stream still runs; the kernel then calls griddep_wait. together: its
+        blocks wait for each other, so the card must hold them all at once. stream: one
         other than the device's own, as an int, a CuPy stream or anything with __cuda_stream__.
         Errors: UserError for the card's limits, TypeError for arguments, RuntimeError with the driver's code.
         """
@@ -305,12 +309,27 @@ class CudaDevice:
         attributes = self._attributes(cluster, cooperative, dependent)
         config.attrs = attributes
         config.numAttrs = len(attributes)
+        if together:
+            self._check_together(function, config, grid, block, shared, cluster)
         pointers = (ctypes.c_void_p * max(len(packed), 1))(*(ctypes.addressof(value) for value in packed))
         (code,) = driver.cuLaunchKernelEx(config, function.handle, ctypes.addressof(pointers), 0)
         if code != 0:
             raise RuntimeError(
                 f"launch of {function.name}, grid {grid}, block {block}, shared {shared}: {code.name}"
             )
+
+    def _check_together(self, function, config, grid, block, shared, cluster):
+        """RuntimeError unless all blocks of a launch fit on the card: they would wait forever for the last ones."""
+        key = grid, block, shared, cluster
+        if key in function.fitting:
+            return
+        most = self.do(self.driver.cuOccupancyMaxActiveClusters(function.handle, config))
+        need = math.prod(grid) // math.prod(cluster)
+        if need > most:
+            raise RuntimeError(
+                f"{function.name}: {need} clusters that wait for each other, the card holds {most}"
+            )
+        function.fitting.add(key)
 
     def _attributes(self, cluster, cooperative, dependent):
         """Launch attributes; none for the plain case."""

@@ -42,7 +42,8 @@ constexpr int WHOLE = 1 << 20;    // leaves of a unit that is never cut
 constexpr float NO_KEY = -3e38f;  // the largest score of no key at all; finite: differences are
 constexpr float LOG2_E = 1.4426950408889634f;
 
-extern __shared__ __align__(256) char shared[];  // q, a leaf of K, a leaf of V, what the cluster sends, plans
+/* Aligned no more than it needs: two blocks fill a multiprocessor to the last 128 bytes. */
+extern __shared__ __align__(16) char shared[];  // q, a leaf of K, a leaf of V, what the cluster sends, plans
 
 struct Rows {
     const int *slot, *pos, *begin, *end;

@@ -24,12 +24,17 @@ struct InjectRule {
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     inject_fast(const u16* wkv, const bf16* f, const float* kv_bias, const float* k_norm, const float* cos,
-                const float* sin, const int* slot, const int* pos, bf16* cache_k, bf16* cache_v, float eps,
-                int rows, int cols, int layers, int slots, int groups, int size, int pairs, int cached) {
-    int heads = layers * 2 * groups;
-    HeadWeights weights{cols, wkv, nullptr, heads * size, 0};
-    Task task = make_task(rows, cols, weights.tiles(), 1);
+                const float* sin, const int* slot, const int* pos, bf16* cache_k, bf16* cache_v,
+                u32* counters, float* work, float eps, int rows, int cols, int slices, int layers, int slots,
+                int groups, int size, int pairs, int cached) {
+    int count = layers * 2 * groups;
+    Heads all{size, count, count};
+    Task task = make_task(rows, cols, all.tiles(), slices);
+    KeepTile sink{task, all, work, counters};
+    skinny<false>(task, Weights{cols, wkv}, f, nullptr, nullptr, nullptr, sink);
+    count = opaque(layers) * 2 * groups;
+    all = Heads{size, count, count};
+    task = again(rows, cols, all.tiles(), slices);
     InjectRule rule{kv_bias, k_norm, slot, pos, cache_k, cache_v, slots, groups, size, cached};
-    EndHeads<InjectRule> sink{task, rule, cos, sin, pos, eps, pairs, size, heads * size, 0, nullptr};
-    skinny<false>(task, weights, f, nullptr, nullptr, nullptr, sink);
+    finish_heads(task, all, work, counters, false, eps, cos, sin, pairs, pos, rule);
 }

@@ -30,13 +30,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     qkv_fast(const u16* wq, const u16* wkv, const bf16* x, const float* norm, const float* q_bias,
              const float* kv_bias, const float* q_norm, const float* k_norm, const float* cos,
              const float* sin, const int* slot, const int* pos, bf16* cache_k, bf16* cache_v, bf16* q,
-             float eps, int rows, int cols, int heads, int groups, int size, int pairs, int cached) {
-    __shared__ RowScale scale;
-    HeadWeights weights{cols, wq, wkv, heads * size, 2 * groups * size};
-    Task task = make_task(rows, cols, weights.tiles(), 1);
+             u32* counters, float* work, float eps, int rows, int cols, int slices, int heads, int groups,
+             int size, int pairs, int cached) {
+    Heads all{size, heads + 2 * groups, heads};
+    Task task = make_task(rows, cols, all.tiles(), slices);
+    KeepTile sink{task, all, work, counters};
+    skinny<true>(task, HeadWeights{cols, heads * size, wq, wkv}, x, nullptr, norm, work, sink);
+    all = Heads{opaque(size), heads + 2 * groups, heads};
+    task = again(rows, cols, all.tiles(), slices);
     QkvRule rule{q_bias,  kv_bias, q_norm, k_norm, slot, pos,   cache_k,
                  cache_v, q,       heads,  groups, size, cached};
-    EndHeads<QkvRule> sink{task,  rule, cos, sin, pos, eps, pairs, size, heads * size, 2 * groups * size,
-                           &scale};
-    skinny<true>(task, weights, x, nullptr, norm, nullptr, sink);
+    finish_heads(task, all, work, counters, true, eps, cos, sin, pairs, pos, rule);
 }

@@ -121,9 +121,9 @@ __device__ __forceinline__ void skinny(const Task& task, const Matrix& weights, 
     extern __shared__ __align__(128) unsigned char dynamic[];
     __shared__ Barriers barriers;
     float2* sums = (float2*)dynamic;
-    float2* inbox = sums + 2 * WARPS * UNITS * 32;  // [finisher][slice][UNITS][32], or boxes of heads
+    float2* inbox = sums + 2 * WARPS * UNITS * 32;  // [finisher][slice][UNITS][32]
     unsigned char* tokens =
-        (unsigned char*)(inbox + (CLUSTER_MERGE ? FINISHERS * task.slices * UNITS * 32 : 0) + HEAD_BOXES / 2);
+        (unsigned char*)(inbox + (CLUSTER_MERGE ? FINISHERS * task.slices * UNITS * 32 : 0));
     float* unit_squares = (float*)(tokens + (task.end - task.begin) * TOKEN_CHUNK);
     bool is_streaming = warp_index() < WARPS;
     Fragments a[AHEAD];
@@ -140,7 +140,7 @@ __device__ __forceinline__ void skinny(const Task& task, const Matrix& weights, 
     }
     if (threadIdx.x == 0) barriers.init(task);
     if (EARLY_LAUNCH && warp_index() == 0) griddep_launch();
-    if (CLUSTER_MERGE || HEAD_CLUSTER > 1)
+    if (CLUSTER_MERGE)
         cluster_sync();  // the other blocks' barriers are there too
     else
         __syncthreads();
@@ -156,7 +156,6 @@ __device__ __forceinline__ void skinny(const Task& task, const Matrix& weights, 
                              tokens, unit_squares);
         __syncwarp();
         if (lane_index() == 0) mbarrier_arrive(&barriers.late);
-        if constexpr (HEAD_CLUSTER > 0) sink.receive((float*)inbox, barriers.arrived);
         gather<IS_NORMED>(task, sums, inbox, unit_squares, squares, barriers, sink);
     }
 }

@@ -8,17 +8,15 @@
 
 /* full: a tile's sums are written; one barrier a finishing warp, at least two, since a fast warp may be a
  * tile ahead. empty: a set of sums is read. late: the finishing warps have laid their tokens. arrived: the
- * other slices' sums, or all tiles of the heads, in boxes by turns. */
+ * other slices' sums. */
 constexpr int FULL_BARRIERS = FINISHERS == 1 ? 2 : FINISHERS;
-constexpr int INBOXES = HEAD_CLUSTER ? 2 * FINISHERS : FINISHERS;
 struct Barriers {
-    u64 full[FULL_BARRIERS], empty[2], late, arrived[INBOXES];
+    u64 full[FULL_BARRIERS], empty[2], late, arrived[FINISHERS];
 
     /* By one thread. */
     __device__ __forceinline__ void init(const Task& task) {
         for (int i = 0; i < FULL_BARRIERS; ++i) mbarrier_init(&full[i], WARPS);
-        for (int i = 0; i < INBOXES; ++i)
-            mbarrier_init(&arrived[i], HEAD_CLUSTER ? HEAD_CLUSTER : max(1, task.slices - 1));
+        for (int i = 0; i < FINISHERS; ++i) mbarrier_init(&arrived[i], max(1, task.slices - 1));
         for (int set = 0; set < 2; ++set) mbarrier_init(&empty[set], 1);
         mbarrier_init(&late, FINISHERS);
         mbarrier_fence_init();

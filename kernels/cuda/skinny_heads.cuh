@@ -1,70 +1,140 @@
-/* The end of qkv_fast and inject_fast: a cluster has whole heads, its blocks neighbouring tiles of them.
- * A finishing warp sends its tile's sums, token by token, to the block of the cluster that ends the token,
- * and ends the tokens of its own block once the likes of it in the other blocks have sent theirs: the root of
- * the row, bias, norm, rotation, one rounding. HEAD_CLUSTER is the fewest tiles that hold whole heads.
- * Nothing goes through memory, and a head is ended while the next ones' weights travel. */
+/* The end of qkv_fast and inject_fast: heads are ended by all blocks, a head of a token by a warp.
+ * A finishing warp writes its slice's sums of a tile and arrives for the heads that the tile has rows of (a
+ * head's size need not be a multiple of 16). All heads of all tokens are dealt out to the warps of the grid,
+ * which wait until theirs is whole: slices in order, the root of the row, bias, norm, rotation, one rounding.
+ * So the last tiles' heads are ended side by side, not by the block that came last; the blocks must be on the
+ * card together (CudaDevice.launch sees to that). */
 #pragma once
 #include "skinny.cuh"
 
-constexpr int UNIT_ROWS = 16 * HEAD_CLUSTER;  // of the heads that a cluster ends together
-constexpr int OWN_TOKENS = (MOST_ROWS + HEAD_CLUSTER - 1) / HEAD_CLUSTER;  // that a block ends
-constexpr int BOX = OWN_TOKENS * UNIT_ROWS;                                // floats, [token][row]
-constexpr int MOST_HEAD_SIZE = 128;
+constexpr int MOST_HEADS = 512;  // of one launch: a counter of arrivals each, then one of those who went on
+constexpr int MOST_HEAD_SIZE = 256;
 
-/* One packed matrix, or two that follow each other; each is rounded up to whole units, whose missing tiles
- * read the last one's weights: nobody looks at their sums. */
-struct HeadWeights {
-    int cols;
-    const u16 *first, *second;
-    int first_rows, second_rows;
+/* The heads of one launch: those of the first matrix, then those of the second. */
+struct Heads {
+    int size, count, first_count;
 
-    __device__ __forceinline__ static int span(int rows) {
-        return (rows + UNIT_ROWS - 1) / UNIT_ROWS * HEAD_CLUSTER;
+    __device__ __forceinline__ int first_tiles() const { return (opaque(first_count) * size + 15) / 16; }
+    __device__ __forceinline__ int tiles() const {
+        return first_tiles() + ((count - first_count) * size + 15) / 16;
     }
-    __device__ __forceinline__ int tiles() const { return span(first_rows) + span(second_rows); }
-
-    __device__ __forceinline__ const char* at(int tile) const {
-        int first_span = span(opaque(first_rows));
-        bool is_first = tile < first_span;
-        tile =
-            min(is_first ? tile : tile - first_span, ((is_first ? first_rows : second_rows) + 15) / 16 - 1);
-        return (const char*)(is_first ? first : second) +
-               (size_t)tile * ((opaque(cols) + 31) / 32) * CHUNK_BYTES;
+    __device__ __forceinline__ int base(int head) const {  // tile where the head's matrix starts
+        return head < first_count ? 0 : first_tiles();
+    }
+    __device__ __forceinline__ int row(int head) const {  // its first row in its matrix
+        return (head < first_count ? head : head - first_count) * size;
+    }
+    __device__ __forceinline__ int tiles_of(int head) const {  // that hold rows of it
+        return (row(head) + size - 1) / 16 - row(head) / 16 + 1;
     }
 };
 
-/* What becomes of a head of one token: bias, norm, rotation may be null. `to` null: nothing. */
+/* Two packed matrices whose tiles follow each other. */
+struct HeadWeights {
+    int cols, first_rows;
+    const u16 *first, *second;
+
+    __device__ __forceinline__ const char* at(int tile) const {
+        int first_tiles = (opaque(first_rows) + 15) / 16;
+        bool is_first = tile < first_tiles;
+        return (const char*)(is_first ? first : second) +
+               (size_t)(is_first ? tile : tile - first_tiles) * ((opaque(cols) + 31) / 32) * CHUNK_BYTES;
+    }
+};
+
+/* Sums that meet in the workspace: [tile][slice][token][16 rows], whole sectors both ways. Slices that are a
+ * cluster have met before. */
+__device__ __forceinline__ int parts_of(const Task& task) { return CLUSTER_MERGE ? 1 : task.slices; }
+
+__device__ __forceinline__ float* head_sums(const Task& task, float* work, int tile, int part, int token) {
+    float* sums = work + SQUARES * task.slices;
+    return sums + (((size_t)tile * parts_of(task) + part) * MOST_ROWS + token) * 16;
+}
+
+struct KeepTile {
+    const Task& task;
+    const Heads& heads;
+    float* work;
+    u32* counters;
+
+    __device__ __forceinline__ void prepare(int) const {}
+    __device__ __forceinline__ void end() const {}
+    __device__ __forceinline__ void use_squares(float sum) const { keep_squares(task, sum, work); }
+
+    __device__ __forceinline__ void operator()(int tile, float2 (&v)[UNITS]) const {
+#pragma unroll
+        for (int q = 0; q < UNITS; ++q) {
+            if (token_of(q) >= task.rows) continue;
+            float* to = head_sums(task, work, tile, CLUSTER_MERGE ? 0 : task.slice, token_of(q)) + row_of();
+            __stcg(to, v[q].x);
+            __stcg(to + 8, v[q].y);
+        }
+        bool is_first = tile < heads.first_tiles();
+        int row = 16 * (is_first ? tile : tile - heads.first_tiles());
+        int begin = is_first ? 0 : heads.first_count, end = is_first ? heads.first_count : heads.count;
+        int head = begin + row / heads.size + lane_index();
+        __syncwarp();
+        if (head < end && heads.row(head) < row + 16) red_add_release(counters + head, 1);
+    }
+};
+
+/* What becomes of a head of one token: bias, norm may be null. `to` null: nothing. */
 struct Finish {
     const float *bias, *norm;
     bf16* to;
     bool is_turned, is_zero;
 };
 
-/* One head of one token by one warp. A lane has pairs of components: those that turn with each other, and of
- * those that do not turn two neighbours. */
-__device__ __forceinline__ void finish_head(const float* sums, int size, float root, float eps,
+/* One head of one token by one warp, once it is whole. A lane has pairs of components: those that turn with
+ * each other, and of those that do not turn two neighbours. */
+__device__ __forceinline__ void finish_head(const Task& task, const Heads& heads, int head, int token,
+                                            float* work, const u32* counter, bool is_normed, float eps,
                                             const float* cos, const float* sin, int pairs,
                                             const Finish& how) {
     constexpr int LANE_PAIRS = MOST_HEAD_SIZE / 64;
-    float low[LANE_PAIRS], high[LANE_PAIRS], squares = 0.f;
+    float low[LANE_PAIRS], high[LANE_PAIRS], squares = 0.f, root = 1.f;
     if (!how.is_turned) pairs = 0;
     auto low_at = [&](int p) { return p < pairs ? p : 2 * p; };
     auto high_at = [&](int p) { return p < pairs ? p + pairs : 2 * p + 1; };
-    auto value = [&](int i) { return i < size ? sums[i] * root + (how.bias ? how.bias[i] : 0.f) : 0.f; };
+    for (int p = 32 * lane_index(); p < pairs; p += 1024) prefetch_l1(cos + p), prefetch_l1(sin + p);
+    for (int i = 32 * lane_index(); how.norm && i < heads.size; i += 1024) prefetch_l1(how.norm + i);
+    while (load_acquire(counter) != heads.tiles_of(head) * parts_of(task)) {
+    }
+    __syncwarp();
+    auto sum = [&](int i) {
+        float y = 0.f;
+        if (i >= heads.size) return y;
+        int row = heads.row(head) + i;
+        const float* from = head_sums(task, work, heads.base(head) + row / 16, 0, token) + row % 16;
+#pragma unroll 4
+        for (int part = 0; part < parts_of(task); ++part) y += __ldcg(from + part * MOST_ROWS * 16);
+        return y;
+    };
 #pragma unroll
     for (int m = 0; m < LANE_PAIRS; ++m) {
         int p = lane_index() + 32 * m;
-        low[m] = value(low_at(p)), high[m] = value(high_at(p));
+        low[m] = sum(low_at(p)), high[m] = sum(high_at(p));
+    }
+    if (is_normed) {
+        for (int slice = 0; slice < task.slices; ++slice) squares += __ldcg(work + SQUARES * slice + token);
+        root = rsqrtf(squares / task.cols + eps);
+        squares = 0.f;
+    }
+#pragma unroll
+    for (int m = 0; m < LANE_PAIRS; ++m) {
+        int p = lane_index() + 32 * m;
+        low[m] = low[m] * root + (how.bias && low_at(p) < heads.size ? how.bias[low_at(p)] : 0.f);
+        high[m] = high[m] * root + (how.bias && high_at(p) < heads.size ? how.bias[high_at(p)] : 0.f);
         squares += low[m] * low[m];
         squares += high[m] * high[m];
     }
     if (how.norm) {
-        float r = rsqrtf(warp_sum(squares) / size + eps);
+        float r = rsqrtf(warp_sum(squares) / heads.size + eps);
 #pragma unroll
         for (int m = 0; m < LANE_PAIRS; ++m) {
             int p = lane_index() + 32 * m;
-            if (low_at(p) < size) low[m] = how.norm[low_at(p)] * (low[m] * r);
-            if (high_at(p) < size) high[m] = how.norm[high_at(p)] * (high[m] * r);
+            if (low_at(p) < heads.size) low[m] = how.norm[low_at(p)] * (low[m] * r);
+            if (high_at(p) < heads.size) high[m] = how.norm[high_at(p)] * (high[m] * r);
         }
     }
 #pragma unroll
@@ -75,78 +145,31 @@ __device__ __forceinline__ void finish_head(const float* sums, int size, float r
             low[m] = x * cos[p] - y * sin[p];
             high[m] = y * cos[p] + x * sin[p];
         }
-        if (low_at(p) < size) how.to[low_at(p)] = to_bf16(how.is_zero ? 0.f : low[m]);
-        if (high_at(p) < size) how.to[high_at(p)] = to_bf16(how.is_zero ? 0.f : high[m]);
+        if (low_at(p) < heads.size) how.to[low_at(p)] = to_bf16(how.is_zero ? 0.f : low[m]);
+        if (high_at(p) < heads.size) how.to[high_at(p)] = to_bf16(how.is_zero ? 0.f : high[m]);
     }
 }
 
-/* The sink. rule(head, token) says what becomes of it; pos: of each token. */
+/* By all threads, after skinny() with KeepTile. rule(head, token) says what becomes of it; pos: of each
+ * token. */
 template <class Rule>
-struct EndHeads {
-    const Task& task;
-    const Rule& rule;
-    const float *cos, *sin;
-    const int* pos;
-    float eps;
-    int pairs, size, first_rows, second_rows;
-    RowScale* scale;       // null: the token rows were not normed
-    float* box = nullptr;  // two of this warp, and when each is full
-    u64* full = nullptr;
-    int turn = 0;
-
-    __device__ __forceinline__ void receive(float* boxes, u64* arrived) {
-        int me = warp_index() - WARPS;
-        box = boxes + 2 * me * BOX, full = arrived + 2 * me;
-    }
-
-    __device__ __forceinline__ void use_squares(float sum) { scale->make(task, sum, eps); }
-    __device__ __forceinline__ void end() const {}
-
-    __device__ __forceinline__ int first_token() const {
-        return (int)(blockIdx.x % HEAD_CLUSTER) * OWN_TOKENS;
-    }
-
-    /* The turns of this block's tokens, into L1 before they are needed. */
-    __device__ __forceinline__ void prepare(int) const {
-        if (turn > 0) return;
-        for (int token = first_token(); token < min(task.rows, first_token() + OWN_TOKENS); ++token) {
-            size_t at = (size_t)max(pos[token], 0) * pairs;
-            if (32 * lane_index() >= pairs) continue;
-            prefetch_l1(cos + at + 32 * lane_index());
-            prefetch_l1(sin + at + 32 * lane_index());
-        }
-    }
-
-    __device__ __forceinline__ void operator()(int tile, float2 (&v)[UNITS]) {
-        int set = turn & 1;
-        float* from = box + set * BOX;
-#pragma unroll
-        for (int q = 0; q < UNITS; ++q) {
-            int token = token_of(q);
-            if (token >= task.rows) continue;
-            float* to = map_shared(from, token / OWN_TOKENS) + token % OWN_TOKENS * UNIT_ROWS +
-                        16 * (int)(blockIdx.x % HEAD_CLUSTER) + row_of();
-            to[0] = v[q].x;
-            to[8] = v[q].y;
-        }
+__device__ __forceinline__ void finish_heads(const Task& task, const Heads& heads, float* work, u32* counters,
+                                             bool is_normed, float eps, const float* cos, const float* sin,
+                                             int pairs, const int* pos, const Rule& rule) {
+    int items = heads.count * task.rows, step = gridDim.x * (THREADS / 32);
+    for (int item = blockIdx.x + warp_index() * gridDim.x; item < items; item += step) {
+        int head = item / task.rows, token = item % task.rows;
+        Finish how = rule(head, token);
+        size_t at = (size_t)max(pos[token], 0) * pairs;
+        if (how.to)
+            finish_head(task, heads, head, token, work, counters + head, is_normed, eps, cos + at, sin + at,
+                        pairs, how);
         __syncwarp();
-        if (lane_index() < HEAD_CLUSTER) mbarrier_arrive_at(full + set, lane_index());
-        mbarrier_wait_cluster(full + set, turn >> 1 & 1);
-        ++turn;
-
-        int first_span = HeadWeights::span(first_rows);
-        bool is_first = tile < first_span;
-        int row = (is_first ? tile : tile - first_span) / HEAD_CLUSTER * UNIT_ROWS;
-        int rows = min(UNIT_ROWS, (is_first ? first_rows : second_rows) - row);
-        int head = row / size + (is_first ? 0 : first_rows / size);
-        for (int token = first_token(); token < min(task.rows, first_token() + OWN_TOKENS); ++token) {
-            size_t at = (size_t)max(pos[token], 0) * pairs;
-            for (int i = 0; i * size < rows; ++i) {
-                Finish how = rule(head + i, token);
-                if (!how.to) continue;
-                finish_head(from + (token - first_token()) * UNIT_ROWS + i * size, size,
-                            scale ? scale->of[token] : 1.f, eps, cos + at, sin + at, pairs, how);
-            }
+        if (lane_index() == 0 && atomic_add_acq_rel(counters + MOST_HEADS + head, 1) == task.rows - 1) {
+            while (load_acquire(counters + head) != heads.tiles_of(head) * parts_of(task)) {
+            }  // where nobody waited
+            store_release(counters + head, 0);
+            store_release(counters + MOST_HEADS + head, 0);
         }
     }
-};
+}

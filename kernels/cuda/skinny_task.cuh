@@ -25,9 +25,6 @@
 #ifndef CLUSTER_MERGE
 #define CLUSTER_MERGE 0  // 1: the slices of a tile are one cluster and meet in its shared memory
 #endif
-#ifndef HEAD_CLUSTER
-#define HEAD_CLUSTER 0  // blocks of a cluster that has whole heads (skinny_heads.cuh)
-#endif
 #ifndef EARLY_LAUNCH
 #define EARLY_LAUNCH 0  // 1: the next kernel may start at once; it needs room beside this one
 #endif
@@ -42,12 +39,6 @@ constexpr int MOST_ROWS = 8 * TOKEN_TILES;
 constexpr int CHUNK_BYTES = 1024;               // of packed weights: 16 rows x 32 k
 constexpr int TOKEN_CHUNK = 512 * TOKEN_TILES;  // bytes of a chunk of the tokens
 constexpr int SQUARES = 64;  // floats a slice at the start of the workspace: sums of squares by token row
-
-/* Floats in which finishing warps get the sums of whole heads, two boxes each: skinny_heads.cuh. */
-constexpr int HEAD_BOXES =
-    HEAD_CLUSTER ? FINISHERS * 2 * ((MOST_ROWS + HEAD_CLUSTER - 1) / (HEAD_CLUSTER ? HEAD_CLUSTER : 1)) * 16 *
-                       HEAD_CLUSTER
-                 : 0;
 
 /* What one block does. */
 struct Task {
@@ -82,6 +73,11 @@ struct Weights {
         return (const char*)packed + (size_t)tile * ((opaque(cols) + 31) / 32) * CHUNK_BYTES;
     }
 };
+
+/* The same task, made anew after the stream, which then need not keep it in registers. */
+__device__ __forceinline__ Task again(int rows, int cols, int tiles, int slices) {
+    return make_task(rows, cols, tiles, opaque(slices));
+}
 
 /* The token row and the weight row within its tile of unit q: v[q].x is row g, v[q].y row g + 8. */
 __device__ __forceinline__ int token_of(int q) { return 8 * (q / 2) + 2 * (lane_index() % 4) + q % 2; }

@@ -117,8 +117,9 @@ class EmulatedDevice:
         return self._functions[key]
 
     def launch(
-        self, function, grid, block, shared, args, cluster=1, cooperative=False, dependent=False, stream=None
-    ):
+        self, function, grid, block, shared, args, cluster=1, cooperative=False, dependent=False, together=False,
+        stream=None,
+    ):  # fmt: skip
         """Run a kernel to its end.
 
         grid, block, cluster: ints or tuples; the grid counts blocks. shared: dynamic bytes a block.
@@ -129,7 +130,7 @@ class EmulatedDevice:
             source.extent(value, what)
             for value, what in ((grid, "grid"), (block, "block"), (cluster, "cluster"))
         )
-        resident = self._resident(function, grid, block, shared, cluster, cooperative)
+        resident = self._resident(function, grid, block, shared, cluster, cooperative or together)
         written = []
 
         def address(parameter, array):
@@ -186,7 +187,7 @@ class EmulatedDevice:
         resident = max(per_sm, 1) * self.sms
         if cooperative and blocks > resident:
             raise UserError(
-                f"kernel {function.name}: a cooperative launch of {blocks} blocks, "
+                f"kernel {function.name}: {blocks} blocks that wait for each other, "
                 f"the device holds {resident} at once",
                 hint="launch fewer blocks",
                 code=3,

@@ -35,8 +35,8 @@ class Shape:
         )
         if (
             splits is None
-        ):  # so many clusters as two blocks a multiprocessor hold, in its groups of 16 at least
-            splits = max(1, max(1, 2 * (sms // 16) * 16 // cluster) // groups) * cluster
+        ):  # so many clusters as the card holds: two blocks on each of 120 of 132 multiprocessors
+            splits = max(1, max(1, 2 * (sms - sms // 11) // cluster) // groups) * cluster
         self.splits = splits
         self.clusters = max(1, splits // cluster) + (is_windowed and splits > 0)  # a window begins anywhere
         self.defines = {"HEAD": size, "TILES": self.tiles, "GROUP": self.most, "CLUSTER": cluster, "TERMS": terms, "EARLY": early,

@@ -24,8 +24,7 @@ class Split:
     """slices of K; blocks a multiprocessor; streaming warps a block; chunks a step and steps ahead of a warp.
 
     finishers: warps that end tiles. cluster: the slices of a tile are one cluster and meet in shared memory. early: the
-    next kernel's blocks may take their place at once, beside these. heads: blocks of a cluster that has whole heads of
-    an uncut K, 0 where heads do not matter. The last four do not show in the bits.
+    next kernel's blocks may take their place at once, beside these. The last three do not show in the bits.
     """
 
     slices: int
@@ -36,21 +35,20 @@ class Split:
     finishers: int = 1
     cluster: bool = False
     early: bool = False
-    heads: int = 0
 
     def groups(self, sms):
-        """Tiles that the card has under way at once. Clusters stay within 16 multiprocessors, two within a pair."""
-        size = self.cluster_blocks
-        blocks = self.blocks * (sms // 16 * (16 // size) if size > 2 else sms // size) * size
-        return blocks // self.slices
+        """Tiles that the card has under way at once. Clusters of more than 2 reach 120 of an H100's 132 multiprocessors."""
+        if self.cluster and self.slices > 2:
+            return max(1, self.blocks * (sms - sms // 11) // self.slices)
+        return self.blocks * sms // self.slices
 
     def grid(self, tiles, sms):
-        """Blocks of a launch: a multiple of slices. tiles: with heads, a multiple of those."""
-        return self.slices * max(self.heads or 1, min(tiles, self.groups(sms)))
+        """Blocks of a launch: a multiple of slices."""
+        return self.slices * max(1, min(tiles, self.groups(sms)))
 
     @property
     def cluster_blocks(self):
-        return self.heads or (self.slices if self.cluster else 1)
+        return self.slices if self.cluster else 1
 
     @property
     def threads(self):
@@ -66,9 +64,7 @@ class Split:
         chunks = -(-cols // CHUNK)
         deepest = -(-chunks // self.slices)
         sums = 2 * self.warps + (self.finishers * self.slices if self.cluster else 0)
-        own = -(-8 * token_tiles // self.heads) if self.heads else 0  # token rows of a block's boxes
-        boxes = 128 * self.finishers * own * self.heads
-        return token_tiles * (512 * sums + 512 * deepest + 32 * -(-deepest // 4)) + boxes
+        return token_tiles * (512 * sums + 512 * deepest + 32 * -(-deepest // 4))
 
     def fits(self, cols, token_tiles):
         need = self.shared(cols, token_tiles) + STATIC
@@ -95,13 +91,13 @@ class Split:
 # (N, K, sms) -> Split: the best of bench/gemm.py on an H100 at 16 rows with dependent launch
 # (bench/results/gemm-nvidia-h100-80gb-hbm3.json). One uncut K beats more, smaller blocks wherever 16 rows of it fit.
 MEASURED = {
-    (6144, 4096, 132): Split(1, 1, 16, 2, 2, 4),
+    (6144, 4096, 132): Split(2, 1, 16, 2, 2, 4, True, True),
     (4096, 4096, 132): Split(1, 1, 16, 2, 2, 4),
     (24576, 4096, 132): Split(1, 1, 12, 6, 1, 1, False, True),
     (4096, 12288, 132): Split(8, 2, 4, 4, 2, 4),
     (151936, 4096, 132): Split(1, 1, 12, 4, 2, 4),
     (4096, 20480, 132): Split(4, 1, 15, 4, 1, 4, False, True),
-    (10240, 4096, 132): Split(1, 1, 16, 2, 2, 4),
+    (10240, 4096, 132): Split(2, 1, 16, 2, 2, 4, True, True),
     (6144, 2560, 132): Split(1, 1, 12, 4, 2, 4),
     (4096, 2560, 132): Split(1, 1, 12, 4, 2, 4),
     (2560, 4096, 132): Split(3, 1, 14, 4, 1, 4),

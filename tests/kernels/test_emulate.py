@@ -141,7 +141,7 @@ def test_grid_barrier_needs_every_block_resident():
     args = [np.zeros(1, np.uint32), np.zeros(40, np.int32), np.zeros((1, 40), np.int32), 1]
     with pytest.raises(EmulationError, match="deadlocked.*have not started.*holds 32 blocks.*load_acquire"):
         run(device, "grid.cu", "neighbours", 40, 32, args)
-    with pytest.raises(UserError, match="cooperative launch of 40 blocks, the device holds 32"):
+    with pytest.raises(UserError, match="40 blocks that wait for each other, the device holds 32"):
         run(device, "grid.cu", "neighbours", 40, 32, args, cooperative=True)
 
 
