@@ -1,10 +1,13 @@
-"""The full lossless run: the embedded pair, drafted ids against plain ids, no exceptions allowed.
+"""The full lossless run: drafted ids against plain ids, no exceptions allowed; greedy, or with --seeds sampled.
 
     python bench/lossless.py [--prompts 20] [--tokens 256] [--backend numba] [--activations f32] [--name lossless-cpu]
+    python bench/lossless.py --seeds 50 --tokens 128 --blocks 16 --chunks 256 --name lossless-sampled-cpu
+    python bench/lossless.py --seeds 200 --tokens 40 --blocks 16 --chunks 64 --pairs dflash-llama-tiny ... --name ...
 
-Every prompt with its own and the replay drafter (tests/replay.py), blocks 4, 8, 16, verify 3, all, auto, two prefill
-chunks. Writes bench/results/NAME.json after each prompt and goes on from there when it was stopped (same commit, same
-words). Exit code 1 when a token differs.
+Every prompt of the embedded pair, with its own and the replay drafter (tests/replay.py), blocks 4, 8, 16, verify 3, all,
+auto, two prefill chunks. --seeds N: N sampled texts of each pair (embedded, or a name of tests/test_lossless.py), by turns
+with three laws. Writes bench/results/NAME.json after each prompt and goes on from there when it was stopped (same commit,
+same words). Exit code 1 when a token differs.
 """
 
 import argparse
@@ -23,7 +26,9 @@ import record
 import minidflash as md
 from minidflash.measure import read_prompts
 from minidflash.request import OPTIONS, prompt_ids
+from tests.chance import LAWS
 from tests.replay import Replay, check_plan, histogram, proposing
+from tests.test_lossless import GOLDEN, load, prompt_of
 
 BLOCKS, VERIFY, CHUNKS = (4, 8, 16), (3, "all", "auto"), (256, 7)
 
@@ -38,31 +43,72 @@ def main():
     parser.add_argument("--activations", default="f32")
     parser.add_argument("--verify", nargs="+", choices=list(map(str, VERIFY)), default=list(map(str, VERIFY)))
     parser.add_argument("--chunks", nargs="+", type=int, default=list(CHUNKS), help="prefill chunks")
+    parser.add_argument("--blocks", nargs="+", type=int, default=list(BLOCKS))
+    parser.add_argument(
+        "--seeds", type=int, default=0, help="sampled texts of each pair; 0: greedy, all prompts"
+    )
+    parser.add_argument("--pairs", nargs="+", choices=["embedded", *GOLDEN], default=["embedded"])
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="begin no further text after this"
+    )
     parser.add_argument("--name", default="lossless-cpu")
     args = parser.parse_args()
-    settings = {**vars(args), "blocks": BLOCKS}
-    done = earlier(args.name, settings)
-    engines = {
-        chunk: md.load(backend=args.backend, activations=args.activations, prefill_chunk=chunk, ctx=1024)
-        for chunk in args.chunks
-    }
-    for number, prompt in enumerate(read_prompts()[: args.prompts]):
-        name = prompt.get("id", str(number))
-        if name in done:
-            continue
-        begun = time.perf_counter()
-        done[name] = one_prompt(engines, prompt.get("tokens") or prompt["prompt"], args, number)
-        done[name]["seconds"] = round(time.perf_counter() - begun, 1)
-        path = write(args.name, settings, done)
-        print(name, {key: done[name][key] for key in ("runs", "tokens", "differing", "seconds")}, flush=True)
+    settings = {key: value for key, value in vars(args).items() if key != "seconds"}
+    done, end = earlier(args.name, settings), time.perf_counter() + args.seconds
+    for pair in args.pairs:
+        engines = {chunk: open_pair(pair, args, chunk) for chunk in args.chunks}
+        for name, prompt, seed, law in texts(engines[args.chunks[0]], pair, args):
+            if name in done or seed < done.get(pair, {}).get("texts", 0) or time.perf_counter() > end:
+                continue
+            begun = time.perf_counter()
+            row = one_prompt(engines, prompt, args, seed, law)
+            row["seconds"] = round(time.perf_counter() - begun, 1)
+            print(name, {key: row[key] for key in ("runs", "tokens", "differing", "seconds")}, flush=True)
+            if args.seeds:
+                done[pair] = together(done.get(pair), row)
+            else:
+                done[name] = row
+            if not args.seeds or seed % 10 == 9:
+                write(args.name, settings, done)
     path = write(args.name, settings, done)
     found = json.loads(path.read_text())
     print(path.name, found["runs"], "runs,", found["differing"], "differ")
-    is_short = args.tokens < 136  # what one deck of all lengths at block 16 takes
+    is_short = args.tokens * max(1, args.seeds) < 136  # what one deck of all lengths at block 16 takes
     return 0 if not found["differing"] and (is_short or found["is_every_length_seen"]) else 1
 
 
-def one_prompt(engines, prompt, args, seed):
+def open_pair(pair, args, chunk):
+    options = {"backend": args.backend, "activations": args.activations, "prefill_chunk": chunk}
+    return md.load(ctx=1024, **options) if pair == "embedded" else load(pair, None, **options)
+
+
+def texts(engine, pair, args):
+    """(name, prompt, number, options of the law) of every text: the prompts, or seeds."""
+    prompts = read_prompts()[: args.prompts]
+    for number in range(args.seeds or len(prompts)):
+        prompt = prompts[number % len(prompts)]
+        name = f"{pair} seed {number}" if args.seeds else prompt.get("id", str(number))
+        given = prompt.get("tokens") or prompt["prompt"]
+        if pair != "embedded":
+            given = prompt_of(engine, 12 + number % 40, number)
+        yield name, given, number, {**LAWS[number % len(LAWS)], "seed": number} if args.seeds else {}
+
+
+def together(known, row):
+    """One row of two: what a pair's texts found so far, and one more."""
+    if known is None:
+        return row | {"texts": 1}
+    for key in ("runs", "tokens", "unlike_greedy", "seconds"):
+        known[key] = round(known[key] + row[key], 1)
+    known["differing"] += row["differing"]
+    known["texts"] += 1
+    known["tau_own"] |= row["tau_own"]
+    for key in ("accepted_own", "accepted_replay"):
+        known[key] = total({"known": known, "row": row}, key)
+    return known
+
+
+def one_prompt(engines, prompt, args, seed, law):
     """All runs of one prompt. Returns counts, the plain ids' number, and the first difference of each differing run."""
     runs, compared, differing, tau, tokens = 0, 0, [], {}, args.tokens
     seen = {"own": Counter(), "replay": Counter()}
@@ -71,16 +117,16 @@ def one_prompt(engines, prompt, args, seed):
         vocab, ids = engine.target.config.vocab, prompt_ids(engine, prompt, OPTIONS)
         # Past the end of the answer too: what is compared is arithmetic, not text.
         plain = md.generate(
-            engine, ids, max_tokens=tokens + max(BLOCKS), drafter=None, ignore_eos=True
+            engine, ids, max_tokens=tokens + max(args.blocks), drafter=None, ignore_eos=True, **law
         ).tokens
         known = known or plain
         if plain != known:
             differing.append({"chunk": chunk, "drafter": None, "at": first_difference(plain, known)})
-        for block, verify, drafter in itertools.product(BLOCKS, args.verify, ("own", "replay")):
+        for block, verify, drafter in itertools.product(args.blocks, args.verify, ("own", "replay")):
             replay = Replay(ids + known, len(ids), block, vocab, seed)
             with proposing(engine, replay if drafter == "replay" else engine.propose):
                 width = {"all": block, "auto": "auto"}.get(verify) or int(verify)
-                options = {"max_tokens": tokens, "block": block, "verify": width, "ignore_eos": True}
+                options = {"max_tokens": tokens, "block": block, "verify": width, "ignore_eos": True, **law}
                 rounds = list(md.stream(engine, ids, **options))
             found = [token for r in rounds for token in r.tokens]
             runs, compared = runs + 1, compared + len(found)
@@ -91,12 +137,16 @@ def one_prompt(engines, prompt, args, seed):
                 )
             elif drafter == "replay":
                 check_plan(replay, len(ids), rounds)
-            if block == max(BLOCKS):
+            if block == max(args.blocks):
                 seen[drafter] += histogram(rounds)
             if drafter == "own" and verify == "all":
                 tau[block] = round(sum(len(r.tokens) for r in rounds[1:]) / len(rounds[1:]), 3)
+    sampled = {}
+    if law:
+        greedy = md.generate(engine, ids, max_tokens=tokens, drafter=None, ignore_eos=True).tokens
+        sampled["unlike_greedy"] = int(greedy != known[:tokens])
     return {
-        "runs": runs, "tokens": compared, "prompt_tokens": len(ids), "differing": differing, "tau_own": tau,
+        "runs": runs, "tokens": compared, "prompt_tokens": len(ids), "differing": differing, **sampled, "tau_own": tau,
         "accepted_own": counts(seen["own"]), "accepted_replay": counts(seen["replay"]),
     }  # fmt: skip
 
@@ -129,7 +179,7 @@ def write(name, settings, done):
             "differing": sum(len(row["differing"]) for row in done.values()),
             "accepted_at_block_16_replay": accepted,
             "accepted_at_block_16_own": total(done, "accepted_own"),
-            "is_every_length_seen": list(map(int, accepted)) == list(range(max(BLOCKS))),
+            "is_every_length_seen": list(map(int, accepted)) == list(range(max(settings["blocks"]))),
             "prompts": done,
         },
         settings=settings,

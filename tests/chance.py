@@ -2,6 +2,12 @@
 
 import numpy as np
 
+LAWS = [
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 1.0},
+    {"temperature": 1.5, "top_k": 40, "min_p": 0.02},
+]
+
 
 def filtered(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     """Probabilities after temperature, top_k, top_p, min_p, in float64 by sorting, as transformers' warpers do."""

@@ -15,7 +15,7 @@ import minidflash as md
 from minidflash.drafter import draft
 from minidflash.errors import UserError
 from tests.automaton import TABLES, VOCAB, build
-from tests.chance import filtered, surprise
+from tests.chance import LAWS, filtered, surprise
 from tests.conftest import open_or_skip, parameters
 from tests.replay import Replay, check_plan, histogram, proposing
 from tests.test_field_log_limits import resident
@@ -23,11 +23,6 @@ from tests.test_lossless import GOLDEN, embedded, ids_of, load, prompt_of
 
 FULL = os.environ.get("MINIDFLASH_FULL") == "1"
 FILTERS = [{}, {"top_k": 2}, {"top_p": 0.6}, {"min_p": 0.5}, {"top_k": 5, "top_p": 0.9, "min_p": 0.01}]
-LAWS = [
-    {"temperature": 0.7, "top_p": 0.9},
-    {"temperature": 1.0},
-    {"temperature": 1.5, "top_k": 40, "min_p": 0.02},
-]
 RAW = {"ignore_eos": True}
 RULES = ("match", "reject")
 on_backends = pytest.mark.parametrize(
