@@ -119,7 +119,10 @@ class Driver:
             return code, known.get(short, 232448)
         if name == "cuDeviceGetName":
             return code, b"NVIDIA H100 80GB HBM3\0\0"
-        answers = {"cuDeviceGetCount": 1, "cuStreamCreate": self.real.CUstream(7), "cuFuncGetAttribute": 24}
+        answers = {
+            "cuDeviceGetCount": 1, "cuStreamCreate": self.real.CUstream(7), "cuFuncGetAttribute": 24,
+            "cuOccupancyMaxActiveClusters": 132,
+        }  # fmt: skip
         return code, answers.get(name, 3)
 
     def count(self, name):
@@ -150,7 +153,7 @@ def embedding(ops, rng):
 @pytest.fixture
 def small_ring(monkeypatch):
     """Pinned buffers so few and small that each is filled many times. Returns their number."""
-    for name, value in {"PIECE": 1000, "THREADS": 2, "COPIES": 1}.items():
+    for name, value in {"PIECE": 1000, "THREADS": 2, "SPARE": 1, "COPIES": 1}.items():
         monkeypatch.setattr(staging, name, value)
     return 3
 
