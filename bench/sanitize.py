@@ -1,83 +1,143 @@
-"""Every kernel once at small shapes, for compute-sanitizer: plain and fast variants, prompt products, a whole round.
+"""The kernel tests on the GPU under compute-sanitizer: memcheck, racecheck and synccheck, many processes at a time.
 
-    python bench/sanitize.py                        # runs itself under memcheck, racecheck, synccheck; writes the JSON
-    compute-sanitizer --tool memcheck python bench/sanitize.py --inside
+    python bench/sanitize.py [--tool PATH] [--checks racecheck ...] [--parts fast_gemm ...] [--jobs 12] [--seconds 90]
 
-Exit code 1 when a tool reports an error. Writes bench/results/sanitizer.json.
+A part is a file of tests/kernels, without the tests named in BIG, whose shapes are no small ones; `round` is whole rounds
+of a toy model, plain and drafted. Each check must also find the mistake planted for it. Exit code 1 unless all is clean.
+Writes bench/results/sanitizer.json, or into $OUT.
 """
 
 import argparse
+import itertools
 import re
 import subprocess
 import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 
 import record
-from shapes import random_engine
 
-import minidflash as md
-from minidflash.check import kernel_checks
-from minidflash.kernel_bench import arguments
+CHECKS = "memcheck", "racecheck", "synccheck"
+LONG = (
+    "fast_bits",
+    "cluster_attend",
+    "attend",
+    "qkv",
+    "fast_attend",
+    "sample",
+    "fast_gemm",
+)  # these begin first
+OTHERS = "compile", "cuda_backend", "emulate", "launch", "table"  # no kernels, or none on a GPU
+PARTS = [file.stem.removeprefix("test_") for file in (ROOT / "tests" / "kernels").glob("test_*.py")]
+PARTS = [*LONG, *sorted(set(PARTS) - {*LONG, *OTHERS}), "round"]
+BIG = "long or many or fit or 4096"
+# One mistake for each check, which it must report: a write past the end; a read of what another warp writes; a lane that
+# its own mask leaves out.
+PLANTED = """
+extern "C" __global__ void memcheck(int* out) { out[(1 << 20) + threadIdx.x] = 1; }
+extern "C" __global__ void racecheck(int* out) {
+    __shared__ int s[64];
+    s[threadIdx.x] = threadIdx.x;
+    out[threadIdx.x] = s[63 - threadIdx.x];
+}
+extern "C" __global__ void synccheck(int* out) {
+    unsigned mask = __ballot_sync(0xffffffffu, threadIdx.x % 32 < 16);
+    if (threadIdx.x % 32 <= 16) __syncwarp(mask);
+    out[threadIdx.x] = mask;
+}
+"""
 
-TOOLS = "memcheck", "racecheck", "synccheck"
-SMALL = {"D": 256, "H": 8, "G": 2, "K": 64, "F": 320, "V": 1008, "L": 2, "taps": 2}
+
+def inside(part):
+    """What a process under the tool runs, where it is no test."""
+    if part == "round":
+        from shapes import random_engine
+
+        import minidflash as md
+
+        engine, _ = random_engine(md.ops("cuda"), "toy", 512)
+        prompt = list(range(1, 150))
+        plain = md.generate(engine, prompt, max_tokens=24, drafter=False)
+        assert plain.tokens == md.generate(engine, prompt, max_tokens=24, verify=16).tokens
+    else:
+        import cupy
+        from minidflash.kernels.launch import CudaDevice
+
+        device, out = CudaDevice(), cupy.zeros(64, cupy.int32)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "planted.cu"
+            path.write_text(PLANTED)
+            device.launch(device.function(path, part), 1, 64, 0, [out])
+            device.synchronize()
+    print("1 passed")
 
 
-def inside():
-    """All launches. Prints which variant every row took."""
-    from minidflash.kernels.table import ROWS
+def command(part):
+    """The command of a part, to run alone or under the tool."""
+    if part == "round" or part in CHECKS:
+        return [sys.executable, __file__, "--inside", part]
+    return [
+        sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-k", f"not ({BIG})", "-p", "no:cacheprovider", "--tb=short",
+        f"tests/kernels/test_{part}.py",
+    ]  # fmt: skip
 
-    for activations in ("f32", "bf16"):
-        ops = md.ops("cuda", activations)
-        for name, problem in kernel_checks(ops):
-            print(activations, name, problem or "ok", flush=True)
-    ops = md.ops("cuda", "bf16")
-    for rows in (1, 16, 40):
-        for name, row in ROWS.items():
-            args = arguments(ops, row, SMALL, rows, 300)
-            getattr(ops, name)(*args)
-            if name not in ("stage", "stage_context", "accept"):
-                getattr(ops.for_prefill, name)(*args)
-    print(ops.backend.variants, flush=True)
-    engine, _ = random_engine(ops, "toy", 512)
-    plain = md.generate(engine, list(range(1, 150)), max_tokens=24, drafter=False)
-    drafted = md.generate(engine, list(range(1, 150)), max_tokens=24, verify=16)
-    assert plain.tokens == drafted.tokens
-    print("done", flush=True)
+
+def run(words, seconds):
+    """{"is_clean", "passed", "seconds", "words": the tool's summaries, "text"} of a command."""
+    since = time.perf_counter()
+    try:
+        done = subprocess.run(words, check=False, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
+        text, code = done.stdout + done.stderr, done.returncode
+    except subprocess.TimeoutExpired as error:
+        text, code = (error.stdout or b"").decode(errors="replace"), f"not ended after {seconds:.0f} s"
+    passed = re.search(r"(\d+) passed", text)
+    summaries = re.findall(r"=+ ((?:ERROR|RACECHECK) SUMMARY: .*|Warning: .*)", text)
+    return {
+        "is_clean": code == 0 and bool(passed), "passed": int(passed[1]) if passed else 0,
+        "seconds": round(time.perf_counter() - since, 1), "words": "; ".join(summaries) or str(code), "text": text,
+    }  # fmt: skip
+
+
+def check(tool, name, part, seconds):
+    """A part under one check. A planted mistake is clean when it is found."""
+    options = ["--tool", name, "--error-exitcode", "9", "--num-cuda-barriers", "32", "--print-limit", "20"]
+    found = run([tool, *options, *command(part)], seconds)
+    if part in CHECKS:
+        found["is_clean"] = bool(re.search(r"SUMMARY: [1-9]", found["words"]))
+    if not found["is_clean"]:
+        print(name, part, found["text"][-3000:], flush=True)
+    print(f"{name:10} {part:15} {'clean' if found['is_clean'] else 'NOT CLEAN'} {found['passed']:4} passed, "
+          f"{found['seconds']} s, {found['words']}", flush=True)  # fmt: skip
+    return name, "planted" if part in CHECKS else part, found
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--inside", action="store_true")
-    parser.add_argument("--seconds", type=float, default=150, help="a tool at most")
-    if (args := parser.parse_args()).inside:
-        inside()
-        return 0
-    found = {}
-    for tool in TOOLS:
-        command = [
-            "compute-sanitizer",
-            "--tool",
-            tool,
-            "--error-exitcode",
-            "9",
-            sys.executable,
-            __file__,
-            "--inside",
-        ]
-        try:
-            done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=args.seconds)
-        except subprocess.TimeoutExpired as error:
-            found[tool] = {"is_clean": False, "summary": f"not ended after {args.seconds} s"}
-            print(tool, found[tool], (error.stdout or b"")[-300:])
-            continue
-        text = done.stdout + done.stderr
-        summary = re.findall(r"=+ ((?:ERROR|RACECHECK) SUMMARY.*)", text)
-        found[tool] = {"is_clean": done.returncode == 0 and "done" in text, "summary": "; ".join(summary)}
-        print(tool, found[tool], "" if found[tool]["is_clean"] else text[-1500:], flush=True)
-    print(record.write("sanitizer", {"tools": found}))
+    parser.add_argument("--inside", help=argparse.SUPPRESS)
+    parser.add_argument("--tool", default="compute-sanitizer", help="the program")
+    parser.add_argument("--checks", nargs="+", default=CHECKS, choices=CHECKS)
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
+    parser.add_argument("--jobs", type=int, default=12, help="processes at a time")
+    parser.add_argument("--seconds", type=float, default=90, help="a part at most")
+    args = parser.parse_args()
+    if args.inside:
+        return inside(args.inside)
+    version = subprocess.run([args.tool, "--version"], check=True, capture_output=True, text=True).stdout
+    with ThreadPoolExecutor(args.jobs) as pool:
+        jobs = [*((c, c) for c in args.checks), *itertools.product(args.checks, args.parts)]
+        done = list(pool.map(lambda job: check(args.tool, *job, args.seconds), jobs))
+    found = {name: {"is_clean": True, "passed": 0, "parts": {}} for name in args.checks}
+    for name, part, one in done:
+        whole = found[name]
+        whole["is_clean"] &= one["is_clean"]
+        whole["passed"] += one["passed"] if part != "planted" else 0
+        whole["parts"][part] = {key: one[key] for key in ("is_clean", "passed", "seconds", "words")}
+    print(record.write("sanitizer", {"compute_sanitizer": version.splitlines()[-1], "checks": found}))
     return int(not all(one["is_clean"] for one in found.values()))
 
 
