@@ -310,7 +310,7 @@ class CudaDevice:
         config.attrs = attributes
         config.numAttrs = len(attributes)
         if together:
-            self._check_together(function, config, grid, block, shared, cluster)
+            self._check_together(function, grid, block, shared, cluster)
         pointers = (ctypes.c_void_p * max(len(packed), 1))(*(ctypes.addressof(value) for value in packed))
         (code,) = driver.cuLaunchKernelEx(config, function.handle, ctypes.addressof(pointers), 0)
         if code != 0:
@@ -318,16 +318,27 @@ class CudaDevice:
                 f"launch of {function.name}, grid {grid}, block {block}, shared {shared}: {code.name}"
             )
 
-    def _check_together(self, function, config, grid, block, shared, cluster):
+    def _check_together(self, function, grid, block, shared, cluster):
         """RuntimeError unless all blocks of a launch fit on the card: they would wait forever for the last ones."""
         key = grid, block, shared, cluster
         if key in function.fitting:
             return
-        most = self.do(self.driver.cuOccupancyMaxActiveClusters(function.handle, config))
-        need = math.prod(grid) // math.prod(cluster)
-        if need > most:
+        driver, threads, size = self.driver, math.prod(block), math.prod(cluster)
+        if size == 1:
+            most = self.sms * self.do(
+                driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function.handle, threads, shared)
+            )
+        else:
+            config = driver.CUlaunchConfig()
+            config.gridDimX, config.gridDimY, config.gridDimZ = grid
+            config.blockDimX, config.blockDimY, config.blockDimZ = block
+            config.sharedMemBytes = shared
+            config.attrs = attributes = self._attributes(cluster, False, False)
+            config.numAttrs = len(attributes)
+            most = size * self.do(driver.cuOccupancyMaxActiveClusters(function.handle, config))
+        if math.prod(grid) > most:
             raise RuntimeError(
-                f"{function.name}: {need} clusters that wait for each other, the card holds {most}"
+                f"{function.name}: {math.prod(grid)} blocks that wait for each other, the card holds {most}"
             )
         function.fitting.add(key)
 

@@ -29,7 +29,8 @@ __device__ __forceinline__ void meet_cluster() {
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     attend_cluster(const bf16* q, const bf16* cache_k, const bf16* cache_v, const int* slot, const int* pos,
                    const int* begin, const int* end, int window, int causal, float scale, float* work,
-                   bf16* o, int T, int H, int G, int S, int group, int splits, int clusters) {
+                   bf16* o, int T, int H, int G, int S, int group, int splits, int clusters,
+                   const void* coming, int coming_bytes) {
     float2* const letters = (float2*)(shared + LETTERS_AT);  // m and l beside the inbox's o
     Row* const rows = (Row*)(shared + ROWS_AT);
     Set& set = *(Set*)(shared + SET_AT);
@@ -68,6 +69,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     };
 
     if (CLUSTER > 1) cluster_wait();
+    if (set.leaf_first >= set.leaf_end && thread_again() == 0)
+        Coming{coming, coming_bytes}.ask(blockIdx.x, gridDim.x);
     while (set.members) {
         // Once for all rows with only = -1. Where a key that one row of a set does not see makes an infinity
         // or NaN for another, zero times it would spoil the first: then again, row by row.
@@ -94,6 +97,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                 const bool masks = set.only >= 0 || key0 < set.shared_low || key0 + LEAF > set.shared_high;
                 cp_async_wait<1>();
                 __syncthreads();
+                if (leaf == set.leaf_first && thread_again() == 0)
+                    Coming{coming, coming_bytes}.ask(blockIdx.x, gridDim.x);
 #pragma unroll 1
                 for (int part = 0; part < PARTS; ++part) {
                     const int warp = thread_again() / 32, tile = warp / SPREAD % TILES, half = warp / 4;

@@ -5,7 +5,7 @@
  * `splits` units of the keys that it sees. So the units grow with the context and the grid stays full, and
  * still no bit of a row depends on the rows beside it: rows whose units differ are different sets. */
 #pragma once
-#include "sm90.cuh"
+#include "coming.cuh"
 
 #ifndef HEAD
 #define HEAD 128

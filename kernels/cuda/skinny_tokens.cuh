@@ -66,6 +66,17 @@ __device__ __forceinline__ void lay_unit(const Task& task, const bf16* x, const 
     bool is_chunk = chunk < task.end - task.begin;
     unsigned char* to = tokens + chunk * TOKEN_CHUNK + 64 * odd + 16 * (lane % 4);
     constexpr int LOADS = !IS_ALIGNED ? 1 : TOKEN_TILES == 2 ? 8 : 4;  // under way at once
+    if (IS_ALIGNED && !IS_NORMED) {  // straight to shared memory: all are under way at once
+        if (!is_chunk) return;
+#pragma unroll
+        for (int i = 0; i < MOST_ROWS / 2; ++i) {
+            int row = 2 * i + odd;
+            bool is_there = row < task.rows && k < task.cols;
+            cp_async_16_or_zero(
+                to + 128 * i, is_there ? x + (size_t)(pick ? pick[row] : row) * task.cols + k : x, is_there);
+        }
+        return;
+    }
 #pragma unroll(1)
     for (int first = 0; first < MOST_ROWS / 2; first += LOADS) {
         uint4 v[LOADS];
@@ -105,6 +116,7 @@ __device__ __forceinline__ void lay_units(const Task& task, const bf16* x, const
             lay_unit<IS_NORMED, false>(task, x, pick, norm, unit, tokens, unit_squares);
         else
             lay_unit<IS_NORMED, true>(task, x, pick, norm, unit, tokens, unit_squares);
+    if (!IS_NORMED) cp_async_commit(), cp_async_wait<0>();
 }
 
 /* This slice's sums of squares, a lane a row, units in order: the same bits in all blocks of a slice. The

@@ -4,6 +4,8 @@ How rows are grouped and how many share a launch change no bit of any row. What 
 a row's keys are cut into at most (a matter of the card and of G alone), the terms of a probability, the keys of a step.
 """
 
+from . import coming
+
 COUNTERS = 4096  # as in attend_pieces.cuh
 LEAF, THREADS = 128, 256
 CLUSTER = 8
@@ -68,7 +70,7 @@ def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, 
         total = len(part[0])
         args = [
             part[0], cache_k, cache_v, *part[1:], window, causal, scale, work, o[here], total, heads, groups, room,
-            shape.group, shape.splits, shape.clusters,
+            shape.group, shape.splits, shape.clusters, *coming.args(backend),
         ]  # fmt: skip
         grid = -(-total // shape.group) * groups * shape.clusters * shape.cluster
         backend.launch(

@@ -1,0 +1,23 @@
+"""Which weights the next kernel reads first: a kernel asks for them in L2 while it ends (kernels/cuda/coming.cuh)."""
+
+import os
+
+from ..weight import Weight
+
+BYTES = int(os.environ.get("COMING_MB", 12)) << 20
+SKIPPED = ("embed",)  # reads a few rows of its weight
+
+
+def args(backend):
+    """[pointer, bytes] for a kernel: of backend.coming, a Weight or None."""
+    weight = getattr(backend, "coming", None)
+    return [None, 0] if weight is None else [weight.data, min(2 * weight.data.size, BYTES)]
+
+
+def after(calls):
+    """For each recorded call (name, function, args) the weight of the next one, or None."""
+    found = []
+    for name, _, values in calls[1:]:
+        weights = [v for v in values if isinstance(v, Weight) and v.layout.startswith("packed")]
+        found.append(weights[0] if weights and name not in SKIPPED else None)
+    return [*found, None][: len(calls)]
