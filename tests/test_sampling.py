@@ -89,7 +89,11 @@ def joint(start=5, **law):
 # ---- the law -----------------------------------------------------------------------------------------------------
 
 
-COUNTS = {"numba": (1500, 4000), "emulate": (60, 400), "cuda": (300, 2000)}  # outcomes: usually, and with FULL
+COUNTS = {
+    "numba": (1500, 4000),
+    "emulate": (60, 400),
+    "cuda": (300, 2000),
+}  # outcomes: usually, and with FULL
 
 
 @pytest.mark.parametrize("law", FILTERS, ids=str)
