@@ -58,7 +58,7 @@ class Bench(Backend):
         tiles, token_tiles = fast.tiles_of(outputs), cut.token_tiles(rows)
         args = [
             weight.data_ptr(), tokens.data_ptr(), None, None, x.data_ptr(), None, self.work.data_ptr(),
-            self.work.data_ptr() + 4 * COUNTERS, rows, outputs, cols, cut.slices, 0, 0, None, 0,
+            self.work.data_ptr() + 4 * COUNTERS, rows, outputs, cols, cut.slices, 0, 0,
         ]  # fmt: skip
         self.device.launch(
             function, cut.grid(tiles, self.device.sms), cut.threads, cut.shared(cols, token_tiles), args,

@@ -19,6 +19,9 @@
 #ifndef CLUSTER
 #define CLUSTER 8
 #endif
+#ifndef FEW_LEAVES
+#define FEW_LEAVES 32
+#endif
 #ifndef TERMS  // bf16 numbers that make one probability: 2 keep 16 bits of it
 #define TERMS 2
 #endif
@@ -37,8 +40,9 @@ constexpr int Q_BYTES = ROWS * HEAD * 2, LEAF_BYTES = LEAF * HEAD * 2;
 constexpr int K_AT = Q_BYTES, V_AT = K_AT + LEAF_BYTES, INBOX_AT = V_AT + LEAF_BYTES;  // of shared memory
 constexpr int LETTERS_AT = INBOX_AT + ROWS * HEAD * 4, ROWS_AT = LETTERS_AT + ROWS * 8,
               SET_AT = ROWS_AT + GROUP * 24;
-constexpr int COUNTERS = 4096;    // u32 at the front of work
-constexpr int WHOLE = 1 << 20;    // leaves of a unit that is never cut
+constexpr int COUNTERS = 4096;   // u32 at the front of work
+constexpr int FEW = FEW_LEAVES;  // so many leaves are one cluster's: a second one costs a trip through memory
+constexpr int WHOLE = 1 << 20;   // leaves of a unit that is never cut
 constexpr float NO_KEY = -3e38f;  // the largest score of no key at all; finite: differences are
 constexpr float LOG2_E = 1.4426950408889634f;
 
@@ -89,7 +93,8 @@ struct Set {
                 row.last = rows.causal ? pos + 1 : rows.window ? min(end, pos + rows.window) : end;
             }
             int leaves = (row.last - 1) / LEAF - row.first / LEAF + 1;
-            row.unit = rows.splits ? max(1, (leaves + rows.splits - 1) / rows.splits) : WHOLE;
+            int most = leaves > FEW ? rows.splits : CLUSTER;
+            row.unit = rows.splits ? max(1, (leaves + most - 1) / most) : WHOLE;
             row.base = row.first / LEAF / row.unit / CLUSTER;
         }
         if (lane < GROUP) to[lane] = row;

@@ -30,13 +30,12 @@ struct KeepRows {
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     fuse_fast(const u16* w, const bf16* taps, const float* norm, bf16* f, u32* counters, float* work,
-              float eps, int rows, int outputs, int cols, int slices, const void* coming, int coming_bytes) {
+              float eps, int rows, int outputs, int cols, int slices) {
     int tiles = (outputs + 15) / 16;
     Task task = make_task(rows, cols, tiles, slices);
     float* y = work + SQUARES * slices + (size_t)tiles * slices * UNITS * 64;  // behind the slices' sums
     KeepRows sink{task, y, counters, work, outputs};
-    skinny<false>(task, Weights{cols, w}, taps, nullptr, nullptr, nullptr, sink,
-                  Coming{coming, coming_bytes});
+    skinny<false>(task, Weights{cols, w}, taps, nullptr, nullptr, nullptr, sink);
     int normers = min(rows, (int)gridDim.x);
     __syncthreads();
     if (threadIdx.x == 0) red_add_release(counters + tiles, 1);

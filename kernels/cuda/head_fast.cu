@@ -56,16 +56,14 @@ struct KeepBest {
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     head_fast(const u16* w, const bf16* x, const int* pick, const float* norm, int* ids, u32* counters,
-              float* work, float eps, int rows, int outputs, int cols, int limit, const void* coming,
-              int coming_bytes) {
+              float* work, float eps, int rows, int outputs, int cols, int limit) {
     __shared__ RowScale scale;
     int tiles = (outputs + 15) / 16;
     Task task = make_task(rows, cols, tiles, 1);
     KeepBest sink{task, scale, work, eps, min(limit, outputs), {}};
 #pragma unroll
     for (int q = 0; q < UNITS; ++q) sink.best[q] = Best{-infinity(), 0x7fffffff};
-    skinny<true>(task, Weights{cols, w}, x, pick, norm, work, sink,
-                 Coming{coming, coming_bytes});
+    skinny<true>(task, Weights{cols, w}, x, pick, norm, work, sink);
     if (!last_to_arrive(counters, gridDim.x)) return;
     const float2* bests = (const float2*)(work + SQUARES);
     int count = gridDim.x * FINISHERS;
@@ -107,12 +105,10 @@ struct KeepLogits {
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     head_logits_fast(const u16* w, const bf16* x, const int* pick, const float* norm, float* logits,
-                     float* work, float eps, int rows, int outputs, int cols, const void* coming,
-                     int coming_bytes) {
+                     float* work, float eps, int rows, int outputs, int cols) {
     __shared__ RowScale scale;
     int tiles = (outputs + 15) / 16;
     Task task = make_task(rows, cols, tiles, 1);
     KeepLogits sink{task, scale, logits, eps, outputs};
-    skinny<true>(task, Weights{cols, w}, x, pick, norm, work, sink,
-                 Coming{coming, coming_bytes});
+    skinny<true>(task, Weights{cols, w}, x, pick, norm, work, sink);
 }

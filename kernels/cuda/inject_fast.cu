@@ -26,13 +26,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     inject_fast(const u16* wkv, const bf16* f, const float* kv_bias, const float* k_norm, const float* cos,
                 const float* sin, const int* slot, const int* pos, bf16* cache_k, bf16* cache_v,
                 u32* counters, float* work, float eps, int rows, int cols, int slices, int layers, int slots,
-                int groups, int size, int pairs, int cached, const void* coming, int coming_bytes) {
+                int groups, int size, int pairs, int cached) {
     int count = layers * 2 * groups;
     Heads all{size, count, count};
     Task task = make_task(rows, cols, all.tiles(), slices);
     KeepTile sink{task, all, work, counters};
-    skinny<false>(task, Weights{cols, wkv}, f, nullptr, nullptr, nullptr, sink,
-                  Coming{coming, coming_bytes});
+    skinny<false>(task, Weights{cols, wkv}, f, nullptr, nullptr, nullptr, sink);
     count = opaque(layers) * 2 * groups;
     all = Heads{size, count, count};
     task = again(rows, cols, all.tiles(), slices);

@@ -55,10 +55,9 @@ struct AddResidual {
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     linear_add_fast(const u16* w, const bf16* a, const float* bias, const int* tap_row, bf16* x, bf16* taps,
                     u32* counters, float* work, int rows, int outputs, int cols, int slices, int tap_at,
-                    int tap_cols, const void* coming, int coming_bytes) {
+                    int tap_cols) {
     int tiles = (outputs + 15) / 16;
     Task task = make_task(rows, cols, tiles, slices);
     AddResidual sink{task, bias, tap_row, x, taps, counters, work, outputs, tap_at, tap_cols, 0.f, 0.f, {}};
-    skinny<false>(task, Weights{cols, w}, a, nullptr, nullptr, nullptr, sink,
-                  Coming{coming, coming_bytes});
+    skinny<false>(task, Weights{cols, w}, a, nullptr, nullptr, nullptr, sink);
 }

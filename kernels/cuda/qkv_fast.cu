@@ -31,12 +31,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
              const float* kv_bias, const float* q_norm, const float* k_norm, const float* cos,
              const float* sin, const int* slot, const int* pos, bf16* cache_k, bf16* cache_v, bf16* q,
              u32* counters, float* work, float eps, int rows, int cols, int slices, int heads, int groups,
-             int size, int pairs, int cached, const void* coming, int coming_bytes) {
+             int size, int pairs, int cached) {
     Heads all{size, heads + 2 * groups, heads};
     Task task = make_task(rows, cols, all.tiles(), slices);
     KeepTile sink{task, all, work, counters};
-    skinny<true>(task, HeadWeights{cols, heads * size, wq, wkv}, x, nullptr, norm, work, sink,
-                 Coming{coming, coming_bytes});
+    skinny<true>(task, HeadWeights{cols, heads * size, wq, wkv}, x, nullptr, norm, work, sink);
     all = Heads{opaque(size), heads + 2 * groups, heads};
     task = again(rows, cols, all.tiles(), slices);
     QkvRule rule{q_bias,  kv_bias, q_norm, k_norm, slot, pos,   cache_k,

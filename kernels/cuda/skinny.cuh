@@ -117,8 +117,7 @@ __device__ __forceinline__ void stream(const Task& task, const Matrix& weights, 
 /* Weights are asked for first, so they travel while the kernel before this one ends. */
 template <bool IS_NORMED, class Matrix, class Sink>
 __device__ __forceinline__ void skinny(const Task& task, const Matrix& weights, const bf16* x,
-                                       const int* pick, const float* norm, float* squares, Sink& sink,
-                                       const Coming& coming) {
+                                       const int* pick, const float* norm, float* squares, Sink& sink) {
     extern __shared__ __align__(128) unsigned char dynamic[];
     __shared__ Barriers barriers;
     float2* sums = (float2*)dynamic;
@@ -152,7 +151,6 @@ __device__ __forceinline__ void skinny(const Task& task, const Matrix& weights, 
         named_barrier_sync(1, 32 * WARPS);
         int laid = early < units_of(task) ? UNIT_CHUNKS * early : 0x7fffffff;
         stream(task, weights, a, next, tokens, laid, sums, barriers);
-        if (lane_index() == 0) coming.ask(blockIdx.x + warp_index() * gridDim.x, WARPS * gridDim.x);
     } else {
         lay_units<IS_NORMED>(task, x, pick, norm, early + warp_index() - WARPS, units_of(task), FINISHERS,
                              tokens, unit_squares);

@@ -7,8 +7,8 @@
 #pragma once
 #include "skinny.cuh"
 
-constexpr int MOST_HEADS = 512;  // of one launch: a counter of arrivals each, then one of those who went on
-constexpr int MOST_HEAD_SIZE = 256;
+constexpr int MOST_HEADS = 512;  // of one launch: a counter of arrivals each, behind them one of blocks
+constexpr int MOST_HEAD_SIZE = 128;
 
 /* The heads of one launch: those of the first matrix, then those of the second. */
 struct Heads {
@@ -86,35 +86,47 @@ struct Finish {
 };
 
 /* One head of one token by one warp, once it is whole. A lane has pairs of components: those that turn with
- * each other, and of those that do not turn two neighbours. */
+ * each other, and of those that do not turn two neighbours. Whatever can be is read before the wait. */
 __device__ __forceinline__ void finish_head(const Task& task, const Heads& heads, int head, int token,
                                             float* work, const u32* counter, bool is_normed, float eps,
                                             const float* cos, const float* sin, int pairs,
                                             const Finish& how) {
     constexpr int LANE_PAIRS = MOST_HEAD_SIZE / 64;
-    float low[LANE_PAIRS], high[LANE_PAIRS], squares = 0.f, root = 1.f;
+    float2 y[LANE_PAIRS], bias[LANE_PAIRS], norm[LANE_PAIRS], turn[LANE_PAIRS];
     if (!how.is_turned) pairs = 0;
-    auto low_at = [&](int p) { return p < pairs ? p : 2 * p; };
-    auto high_at = [&](int p) { return p < pairs ? p + pairs : 2 * p + 1; };
-    for (int p = 32 * lane_index(); p < pairs; p += 1024) prefetch_l1(cos + p), prefetch_l1(sin + p);
-    for (int i = 32 * lane_index(); how.norm && i < heads.size; i += 1024) prefetch_l1(how.norm + i);
-    while (load_acquire(counter) != heads.tiles_of(head) * parts_of(task)) {
-    }
-    __syncwarp();
-    auto sum = [&](int i) {
-        float y = 0.f;
-        if (i >= heads.size) return y;
-        int row = heads.row(head) + i;
-        const float* from = head_sums(task, work, heads.base(head) + row / 16, 0, token) + row % 16;
-#pragma unroll 4
-        for (int part = 0; part < parts_of(task); ++part) y += __ldcg(from + part * MOST_ROWS * 16);
-        return y;
+    auto low_at = [&](int m) {
+        int p = lane_index() + 32 * m;
+        return p < pairs ? p : 2 * p;
+    };
+    auto high_at = [&](int m) {
+        int p = lane_index() + 32 * m;
+        return p < pairs ? p + pairs : 2 * p + 1;
+    };
+    auto both = [&](const float* from, int m) {
+        return make_float2(from && low_at(m) < heads.size ? from[low_at(m)] : 0.f,
+                           from && high_at(m) < heads.size ? from[high_at(m)] : 0.f);
     };
 #pragma unroll
     for (int m = 0; m < LANE_PAIRS; ++m) {
         int p = lane_index() + 32 * m;
-        low[m] = sum(low_at(p)), high[m] = sum(high_at(p));
+        bias[m] = both(how.bias, m), norm[m] = both(how.norm, m);
+        turn[m] = p < pairs ? make_float2(cos[p], sin[p]) : make_float2(1.f, 0.f);
     }
+    while (load_acquire(counter) != heads.tiles_of(head) * parts_of(task)) {
+    }
+    __syncwarp();
+    auto sum = [&](int i) {
+        float x = 0.f;
+        if (i >= heads.size) return x;
+        int row = heads.row(head) + i;
+        const float* from = head_sums(task, work, heads.base(head) + row / 16, 0, token) + row % 16;
+#pragma unroll 4
+        for (int part = 0; part < parts_of(task); ++part) x += __ldcg(from + part * MOST_ROWS * 16);
+        return x;
+    };
+#pragma unroll
+    for (int m = 0; m < LANE_PAIRS; ++m) y[m] = make_float2(sum(low_at(m)), sum(high_at(m)));
+    float root = 1.f, squares = 0.f;
     if (is_normed) {
         for (int slice = 0; slice < task.slices; ++slice) squares += __ldcg(work + SQUARES * slice + token);
         root = rsqrtf(squares / task.cols + eps);
@@ -122,31 +134,23 @@ __device__ __forceinline__ void finish_head(const Task& task, const Heads& heads
     }
 #pragma unroll
     for (int m = 0; m < LANE_PAIRS; ++m) {
-        int p = lane_index() + 32 * m;
-        low[m] = low[m] * root + (how.bias && low_at(p) < heads.size ? how.bias[low_at(p)] : 0.f);
-        high[m] = high[m] * root + (how.bias && high_at(p) < heads.size ? how.bias[high_at(p)] : 0.f);
-        squares += low[m] * low[m];
-        squares += high[m] * high[m];
+        y[m].x = y[m].x * root + bias[m].x, y[m].y = y[m].y * root + bias[m].y;
+        squares += y[m].x * y[m].x;
+        squares += y[m].y * y[m].y;
     }
     if (how.norm) {
         float r = rsqrtf(warp_sum(squares) / heads.size + eps);
 #pragma unroll
-        for (int m = 0; m < LANE_PAIRS; ++m) {
-            int p = lane_index() + 32 * m;
-            if (low_at(p) < heads.size) low[m] = how.norm[low_at(p)] * (low[m] * r);
-            if (high_at(p) < heads.size) high[m] = how.norm[high_at(p)] * (high[m] * r);
-        }
+        for (int m = 0; m < LANE_PAIRS; ++m)
+            y[m].x = norm[m].x * (y[m].x * r), y[m].y = norm[m].y * (y[m].y * r);
     }
 #pragma unroll
     for (int m = 0; m < LANE_PAIRS; ++m) {
-        int p = lane_index() + 32 * m;
-        if (p < pairs) {
-            float x = low[m], y = high[m];
-            low[m] = x * cos[p] - y * sin[p];
-            high[m] = y * cos[p] + x * sin[p];
-        }
-        if (low_at(p) < heads.size) how.to[low_at(p)] = to_bf16(how.is_zero ? 0.f : low[m]);
-        if (high_at(p) < heads.size) how.to[high_at(p)] = to_bf16(how.is_zero ? 0.f : high[m]);
+        if (lane_index() + 32 * m < pairs)
+            y[m] =
+                make_float2(y[m].x * turn[m].x - y[m].y * turn[m].y, y[m].y * turn[m].x + y[m].x * turn[m].y);
+        if (low_at(m) < heads.size) how.to[low_at(m)] = to_bf16(how.is_zero ? 0.f : y[m].x);
+        if (high_at(m) < heads.size) how.to[high_at(m)] = to_bf16(how.is_zero ? 0.f : y[m].y);
     }
 }
 
@@ -156,20 +160,21 @@ template <class Rule>
 __device__ __forceinline__ void finish_heads(const Task& task, const Heads& heads, float* work, u32* counters,
                                              bool is_normed, float eps, const float* cos, const float* sin,
                                              int pairs, const int* pos, const Rule& rule) {
+    __shared__ bool is_last;
     int items = heads.count * task.rows, step = gridDim.x * (THREADS / 32);
     for (int item = blockIdx.x + warp_index() * gridDim.x; item < items; item += step) {
         int head = item / task.rows, token = item % task.rows;
         Finish how = rule(head, token);
+        if (!how.to) continue;
         size_t at = (size_t)max(pos[token], 0) * pairs;
-        if (how.to)
-            finish_head(task, heads, head, token, work, counters + head, is_normed, eps, cos + at, sin + at,
-                        pairs, how);
-        __syncwarp();
-        if (lane_index() == 0 && atomic_add_acq_rel(counters + MOST_HEADS + head, 1) == task.rows - 1) {
-            while (load_acquire(counters + head) != heads.tiles_of(head) * parts_of(task)) {
-            }  // where nobody waited
-            store_release(counters + head, 0);
-            store_release(counters + MOST_HEADS + head, 0);
-        }
+        finish_head(task, heads, head, token, work, counters + head, is_normed, eps, cos + at, sin + at,
+                    pairs, how);
     }
+    __syncthreads();
+    // Nobody waits any more once all blocks have come here, and all arrivals were before that.
+    if (threadIdx.x == 0) is_last = atomicAdd(counters + MOST_HEADS, 1u) == gridDim.x - 1;
+    __syncthreads();
+    if (!is_last) return;
+    for (int i = threadIdx.x; i < heads.count; i += THREADS) counters[i] = 0;
+    if (threadIdx.x == 0) counters[MOST_HEADS] = 0;
 }

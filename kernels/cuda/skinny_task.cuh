@@ -1,7 +1,7 @@
 /* What a block of the *_fast kernels of few rows is given: token rows, a slice of K, row tiles of the
  * weights. The frame itself is skinny.cuh. */
 #pragma once
-#include "coming.cuh"
+#include "sm90.cuh"
 
 #ifndef TOKEN_TILES
 #define TOKEN_TILES 1  // groups of 8 token rows

@@ -9,6 +9,7 @@ from . import coming
 COUNTERS = 4096  # as in attend_pieces.cuh
 LEAF, THREADS = 128, 256
 CLUSTER = 8
+FEW = 32  # leaves that one cluster takes alone
 TERMS = 2  # bf16 numbers a probability: one keeps 8 bits of it, two 16
 
 
@@ -16,7 +17,7 @@ class Shape:
     """How one call is cut. rows: T. Tuning: cluster, terms, early as the macros; splits: units a row at most."""
 
     def __init__(self, rows, heads, groups, size, slots, sms, is_windowed=False, group=None, cluster=CLUSTER, terms=TERMS,
-                 early=0, steps=None, splits=None):  # fmt: skip
+                 early=0, steps=None, splits=None, few=FEW):  # fmt: skip
         self.size, self.ratio, self.groups, self.cluster = size, heads // groups, groups, cluster
         steps = steps or (8 if size == 64 else 4)  # 64 keys a step: 7 % faster, but spills with heads of 128
         # A set ends where its slot does: the rows of a slot are taken in equal parts.
@@ -41,7 +42,7 @@ class Shape:
             splits = max(1, max(1, 2 * (sms - sms // 11) // cluster) // groups) * cluster
         self.splits = splits
         self.clusters = max(1, splits // cluster) + (is_windowed and splits > 0)  # a window begins anywhere
-        self.defines = {"HEAD": size, "TILES": self.tiles, "GROUP": self.most, "CLUSTER": cluster, "TERMS": terms, "EARLY": early,
+        self.defines = {"HEAD": size, "TILES": self.tiles, "GROUP": self.most, "CLUSTER": cluster, "TERMS": terms, "EARLY": early, "FEW_LEAVES": few,
                         "COLUMN_TILES": steps}  # fmt: skip
 
     def rows_a_pass(self, work):

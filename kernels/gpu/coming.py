@@ -1,11 +1,10 @@
-"""Which weights the next kernel reads first: a kernel asks for them in L2 while it ends (kernels/cuda/coming.cuh)."""
+"""Which weights the kernel after attention reads first: attention asks for them in L2 (kernels/cuda/coming.cuh)."""
 
 import os
 
 from ..weight import Weight
 
 BYTES = int(os.environ.get("COMING_MB", 12)) << 20
-SKIPPED = ("embed",)  # reads a few rows of its weight
 
 
 def args(backend):
@@ -15,9 +14,9 @@ def args(backend):
 
 
 def after(calls):
-    """For each recorded call (name, function, args) the weight of the next one, or None."""
+    """For each recorded call (name, function, args) the weight of the next one where it is attention, or None."""
     found = []
-    for name, _, values in calls[1:]:
+    for (name, _, _), (_, _, values) in zip(calls, calls[1:]):
         weights = [v for v in values if isinstance(v, Weight) and v.layout.startswith("packed")]
-        found.append(weights[0] if weights and name not in SKIPPED else None)
+        found.append(weights[0] if weights and name == "attend" else None)
     return [*found, None][: len(calls)]

@@ -26,7 +26,7 @@ number of multiprocessors.
 import numpy as np
 
 from ..weight import TILE, Weight
-from . import attend_fast, coming, plain, split
+from . import attend_fast, plain, split
 
 COUNTERS = 4096  # as in kernels/gpu/__init__.py, which imports this file
 PAIRED = "packed pairs"  # a tile holds 8 gate rows and the 8 up rows that go with them
@@ -90,7 +90,7 @@ def launch(backend, file, kernel, tiles, cut, cols, rows, args, together=False):
         token_tiles = cut.token_tiles(count)
         backend.launch(
             file, kernel, cut.grid(tiles, backend.sms), cut.threads, cut.shared(cols, token_tiles),
-            [*args(here, count), *coming.args(backend)], defines_of(cut, token_tiles),
+            args(here, count), defines_of(cut, token_tiles),
             cluster=cut.cluster_blocks, dependent=getattr(backend, "dependent", False), together=together,
         )  # fmt: skip
     return True
@@ -130,7 +130,7 @@ def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, si
 
 def has_room(heads, size):
     """Whether skinny_heads.cuh holds the heads of one launch."""
-    return heads <= 512 and size <= 256
+    return heads <= 512 and size <= 128
 
 
 def linear_add(backend, a, w, bias, tap_row, tap_at, x, taps, work):
