@@ -70,8 +70,8 @@ __device__ __forceinline__ void hand_over(float (&acc)[TOKEN_TILES][4], int ordi
 #pragma unroll
         for (int i = 0; i < 4; ++i) acc[n][i] = 0.f;
     }
-    __syncwarp();
-    if (lane_index() == 0) mbarrier_arrive(&barriers.full[ordinal % FULL_BARRIERS]);
+    __syncwarp();  // lanes may have parted in the wait
+    mbarrier_arrive(&barriers.full[ordinal % FULL_BARRIERS]);
 }
 
 /* laid: chunks of the tokens that lie in shared memory already; the rest once `late` says so. */
@@ -154,8 +154,7 @@ __device__ __forceinline__ void skinny(const Task& task, const Matrix& weights, 
     } else {
         lay_units<IS_NORMED>(task, x, pick, norm, early + warp_index() - WARPS, units_of(task), FINISHERS,
                              tokens, unit_squares);
-        __syncwarp();
-        if (lane_index() == 0) mbarrier_arrive(&barriers.late);
+        mbarrier_arrive(&barriers.late);
         gather<IS_NORMED>(task, sums, inbox, unit_squares, squares, barriers, sink);
     }
 }

@@ -146,8 +146,8 @@ __device__ __forceinline__ bool mbarrier_try_wait(u64* barrier, u32 parity) {
     return done;
 }
 
-/* Arrive at the same barrier of block `rank` of the cluster; what this warp wrote there before a __syncwarp
- * is visible to whoever waits with mbarrier_wait_cluster. */
+/* Arrive at the same barrier of block `rank` of the cluster; what this thread wrote there is visible to
+ * whoever waits with mbarrier_wait_cluster. */
 __device__ __forceinline__ void mbarrier_arrive_at(u64* barrier, u32 rank) {
     asm volatile(
         "{\n .reg .b32 there;\n mapa.shared::cluster.u32 there, %0, %1;\n"
