@@ -1,4 +1,4 @@
-"""Attention on a GPU, as a layer calls it: variants of both kernels side by side at each context, and a prompt's rows.
+"""Attention on a GPU, as a layer calls it: its cuts side by side at each context, and a prompt's rows.
 
     python bench/attend.py [--heads 32/8/128,9/3/64] [--rows 1,4,16] [--contexts 128,512,2048,8192,32768] [--peers]
 
@@ -22,33 +22,29 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import record
 from minidflash.kernels import launch, source
-from minidflash.kernels.gpu import attend_cluster, attend_fast
+from minidflash.kernels.gpu import attend_fast
 
 from minidflash.errors import UserError
 
 ROTATED = 150e6  # bytes of different caches between two uses of the same
-ONE = {"one_launch": True}
-VARIANTS = {  # name: tuning; "one launch" is what attend_cluster.py does
-    "two launches": {"one_launch": False},
-    "one launch": ONE,
-    "early": ONE | {"early": 1},
-    "clusters of 4": ONE | {"cluster": 4},
-    "early, clusters of 4": ONE | {"cluster": 4, "early": 1},
-    "64 keys a step": ONE | {"steps": 8},
-    "half the units": ONE | {"splits": 0.5},
-    "twice the units": ONE | {"splits": 2},
-    "1 term": ONE | {"terms": 1},
+VARIANTS = {  # name: tuning
+    "the default": {},
+    "clusters of 4": {"cluster": 4},
+    "64 keys a step": {"steps": 8},
+    "half the units": {"splits": 0.5},
+    "twice the units": {"splits": 2},
+    "1 term": {"terms": 1},
 }
-PROMPT = {"two launches": {"one_launch": False}, "uncut": ONE | {"cluster": 1, "splits": 0},
-          "uncut, 1 term": ONE | {"cluster": 1, "splits": 0, "terms": 1}}  # fmt: skip
+UNCUT = {"cluster": 1, "splits": 0}
+PROMPT = {"uncut": UNCUT, "uncut, 1 term": UNCUT | {"terms": 1}}
 
 
 def tuned(heads, rows, tuning, sms):
     """The tuning with splits, a factor here, as the number of units that `Shape` takes."""
     if not tuning.get("splits"):
         return tuning
-    cluster = tuning.get("cluster", attend_cluster.CLUSTER)
-    usual = attend_cluster.Shape(rows, *heads, 1, sms, cluster=cluster).splits
+    cluster = tuning.get("cluster", attend_fast.CLUSTER)
+    usual = attend_fast.Shape(rows, *heads, 1, sms, cluster=cluster).splits
     return tuning | {"splits": max(cluster, int(usual * tuning["splits"]) // cluster * cluster)}
 
 
@@ -191,13 +187,9 @@ def compile_all(arch, sms, layouts, rows_list):
     for heads in layouts:
         todo = [(rows, tuning) for rows in rows_list for tuning in VARIANTS.values()]
         for rows, tuning in [*todo, *((256, tuning) for tuning in PROMPT.values())]:
-            how = tuned(heads, rows, tuning, sms) | {}
-            is_one = how.pop("one_launch")
-            kind = attend_cluster.Shape if is_one else attend_fast.Shape
-            shape = kind(rows, *heads, 1, sms if is_one else 4096, **how)
-            file = "attend_cluster.cu" if is_one else "attend_fast.cu"
+            shape = attend_fast.Shape(rows, *heads, 1, sms, **tuned(heads, rows, tuning, sms))
             defines = {key: str(value) for key, value in shape.defines.items()}
-            jobs[file, str(defines)] = (file, arch, defines)
+            jobs[str(defines)] = ("attend_fast.cu", arch, defines)
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         list(pool.map(compile_one, *zip(*jobs.values(), strict=True)))
 

@@ -25,7 +25,6 @@ import record
 CHECKS = "memcheck", "racecheck", "synccheck"
 LONG = (
     "fast_bits",
-    "cluster_attend",
     "attend",
     "qkv",
     "fast_attend",

@@ -1,238 +1,225 @@
-/* attend for bf16 and heads of 64 or 128: softmax(scale q k^T) v on tensor cores, keys split over the grid.
- * Grid:   persistent, BLOCKS blocks an SM of 4 warps, striding over units: a set of rows, a kv head, a piece
- *         of the keys. Tile rows are the set's rows times the H/G query heads of the kv head. For the scores
- *         a warp takes 16 of 64 keys, for the values a quarter of the components: one query row keeps four
- *         warps busy too, and K and V are read from shared memory once for all rows.
- *         attend_merge: a block a row and 128 / HEAD query heads, a thread a component.
- * Moves:  K and V of the keys that a set sees, once: keys * G * HEAD * 4 bytes; partial results through L2.
- * Source: Dao et al. 2022 (FlashAttention), Flash-Decoding 2023; the cut at absolute keys: attend_plan.cuh.
+/* attend for bf16 and heads of 64 or 128: softmax(scale q k^T) v on tensor cores, in one launch.
+ * Grid:   a cluster of CLUSTER blocks for CLUSTER neighbouring units of keys, a kv head and a group of rows;
+ *         those past the keys end at once, so one grid serves every context. 8 warps: 16 tile rows x 64 keys
+ *         of each leaf, a row's query heads side by side; few rows share a tile among warps by components.
+ *         Blocks send each other their rows through distributed shared memory, so a cluster leaves one
+ *         partial result; where a row has more, the last to arrive of the same rank merges them.
+ * Moves:  K and V of the keys that a set sees, once: keys * G * HEAD * 4 bytes; a partial of 64 rows a
+ *         cluster through L2.
+ * Source: Dao 2023 (FlashAttention-2), Flash-Decoding 2023; the cut at absolute keys: attend_pieces.cuh.
  * Truth:  oracle.py attend. */
-#include "attend_tiles.cuh"
+#include "attend_pieces.cuh"
 
-/* o is A[T,H,HEAD]; rows_a_group * (H/G) <= 16 * TILES. work: COUNTERS, RECORDS, then `capacity` slots. */
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    attend_fast(const bf16* q, const bf16* cache_k, const bf16* cache_v, const int* slot, const int* pos,
-                const int* begin, const int* end, int window, int causal, float scale, float* work, bf16* o,
-                int T, int H, int G, int S, int rows_a_group, int leaf_limit, int capacity, int merges_here) {
-    __shared__ Plan plan;
-    __shared__ float tops[4][ROWS], sums[4][ROWS];
-    __shared__ float2 chains[4][ROWS], spans[4][ROWS];  // m and l: each warp has its own, registers are short
-    __shared__ int2
-        seen[ROWS];  // keys of each tile row of the unit at hand; none where the row is not the set's
-    __shared__ int is_suspect;
-    char* const q_tile = shared + RING * ENTRY;
-    char* const p_tile = q_tile + Q_BYTES;
-    const int warp = warp_index(), ratio = H / G;
-    float* const slots = work + COUNTERS + RECORDS;
-    if (threadIdx.x == 0) is_suspect = 0;
-
-    griddep_wait();
-    make_plan(plan, {slot, pos, begin, end, T, rows_a_group, window, causal}, G, leaf_limit, capacity);
-    const int items = plan.units * G;
-    for (int t = blockIdx.x; t < T; t += gridDim.x)
-        if (plan.leader[t] < 0)
-            for (int i = threadIdx.x; i < H * HEAD; i += THREADS) o[(size_t)t * H * HEAD + i] = to_bf16(0.f);
-    if (blockIdx.x == 0 && !merges_here) {
-        int* record = (int*)work + COUNTERS;
-        int leader = plan.leader[threadIdx.x];
-        record[3 * threadIdx.x] = leader < 0 ? 0 : plan.start[leader];
-        record[3 * threadIdx.x + 1] = leader < 0 ? 0 : plan.low[leader];
-        record[3 * threadIdx.x + 2] = leader < 0 ? 0 : plan.high[leader];
-        if (threadIdx.x == 0) record[LEVEL_AT] = plan.level;
-    }
-
-    // Once over all units of this block with only = -1. Where a key that one row of a set does not see makes
-    // an infinity or NaN for another, zero times it would spoil the first: then again, row by row.
-    int first = blockIdx.x, step = gridDim.x, stop = items, only = -1;
-    while (true) {
-        Cursor at;
-        at.item = first;
-        Feed feed;
-        feed.start(plan, G, first, step, stop, only);
-        if (first < stop) {
-            load_q(q, q_tile, feed.at.leader - feed.at.leader % rows_a_group, T, H, ratio, feed.at.g);
-        }
-        feed.load<0>(plan, cache_k, G, S);
-        feed.load<1>(plan, cache_k, G, S);
-        if (RING > 3) feed.load<2>(plan, cache_v, G, S);
-        if (RING > 4) feed.load<3>(plan, cache_v, G, S);
-        if (RING > 5) feed.load<0>(plan, cache_k, G, S);
-        griddep_launch();
-        for (; at.item < stop; at.item += step) {
-            at.locate(plan, G, only);
-            __syncthreads();  // the unit before has been stored
-            if (threadIdx.x < ROWS) {
-                int row = threadIdx.x / ratio, t = at.leader - at.leader % rows_a_group + row;
-                bool is_own =
-                    row < rows_a_group && t < T && plan.leader[t] == at.leader && (only < 0 || only == t);
-                seen[threadIdx.x] = is_own ? make_int2(plan.first[t], plan.last[t]) : make_int2(0, 0);
-            }
-            const int shared_low = plan.shared_low[at.leader], shared_high = plan.shared_high[at.leader];
-            float* const slot_at = slots + (size_t)at.item * SLOT;
-            float chain[TILES][2 * PAIRS][4];
-            bool is_new_chain = true, is_new_span = true, is_masked = false;
-            for (bool is_first = true; at.leaf < at.leaf_end; ++at.leaf, is_first = false) {
-                const int lane = opaque(lane_index());
-                const int key0 = at.leaf * LEAF;
-                const bool masks = only >= 0 || key0 < shared_low || key0 + LEAF > shared_high;
-                is_masked |= masks;
-                float s[2][TILES][2][4] = {};
-                if (is_first)
-                    cp_async_wait<1>();  // q came with the second entry after the one before this
-                else
-                    cp_async_wait<RING - 2>();
-                scores(s[0], q_tile, feed.take<0>(plan, cache_k, cache_v, G, S));
-                cp_async_wait<RING - 2>();
-                scores(s[1], q_tile, feed.take<1>(plan, cache_k, cache_v, G, S));
-
-#pragma unroll
-                for (int tile = 0; tile < TILES; ++tile)
-#pragma unroll
-                    for (int half = 0; half < 2; ++half) {
-                        int row = 16 * tile + 8 * half + lane / 4;
-                        int2 range = masks ? seen[row] : make_int2(0, 0);
-                        float top = NO_KEY;
-#pragma unroll
-                        for (int i = 0; i < 8; ++i) {
-                            int key =
-                                key0 + i / 4 * HALF + 16 * warp + i / 2 % 2 * 8 + 2 * (lane % 4) + i % 2;
-                            float& x = s[i / 4][tile][i / 2 % 2][2 * half + i % 2];
-                            x = __fmul_rn(x, __fmul_rn(scale, LOG2_E));
-                            if (masks && (key < range.x || key >= range.y)) x = -infinity();
-                            top = fmaxf(top, x);
-                        }
-                        top = fmaxf(top, __shfl_xor_sync(FULL_WARP, top, 1));
-                        top = fmaxf(top, __shfl_xor_sync(FULL_WARP, top, 2));
-                        if (lane % 4 == 0) tops[warp][row] = top;
-                    }
-                __syncthreads();
-                float sum[TILES][2] = {};
-                float leaf[TILES][2 * PAIRS][4] = {};
-                char* const second_p = p_tile + TERMS * P_BYTES;
-                probabilities(s[0], tops, p_tile, sum);
-                probabilities(s[1], tops, second_p, sum);
-#pragma unroll
-                for (int tile = 0; tile < TILES; ++tile)
-#pragma unroll
-                    for (int half = 0; half < 2; ++half) {
-                        float x = sum[tile][half];
-                        x = __fadd_rn(x, __shfl_xor_sync(FULL_WARP, x, 1));
-                        x = __fadd_rn(x, __shfl_xor_sync(FULL_WARP, x, 2));
-                        if (lane % 4 == 0) sums[warp][16 * tile + 8 * half + lane / 4] = x;
-                    }
-                if (at.leaf + 1 == at.leaf_end) {  // q has been read: the next unit's may come
-                    int next = at.item + step;
-                    if (next < stop) {
-                        int leader = find_leader(plan, next / G);
-                        load_q(q, q_tile, leader - leader % rows_a_group, T, H, ratio, next % G);
-                    }
-                }
-                cp_async_wait<RING - 2>();
-                values(leaf, p_tile, feed.take<2>(plan, cache_k, cache_v, G, S));
-                cp_async_wait<RING - 2>();
-                values(leaf, second_p, feed.take<3>(plan, cache_k, cache_v, G, S));
-
-                // the leaf joins its chain
-#pragma unroll
-                for (int tile = 0; tile < TILES; ++tile)
-#pragma unroll
-                    for (int half = 0; half < 2; ++half) {
-                        int row = 16 * tile + 8 * half + lane / 4;
-                        float l = __fadd_rn(__fadd_rn(sums[0][row], sums[1][row]),
-                                            __fadd_rn(sums[2][row], sums[3][row]));
-                        float2 joint = is_new_chain ? make_float2(NO_KEY, 0.f) : chains[warp][row];
-                        Meeting w = meet(joint.x, top_of(tops, row));
-                        joint.y = weighted(w, joint.y, l);
-                        __syncwarp();
-                        if (lane % 4 == 0) chains[warp][row] = joint;
-#pragma unroll
-                        for (int n = 0; n < 2 * PAIRS; ++n)
-#pragma unroll
-                            for (int e = 2 * half; e < 2 * half + 2; ++e)
-                                chain[tile][n][e] =
-                                    weighted(w, is_new_chain ? 0.f : chain[tile][n][e], leaf[tile][n][e]);
-                    }
-                __syncwarp();
-                is_new_chain = (at.leaf + 1) % CHAIN == 0 || at.leaf + 1 == at.leaf_end;
-                if (!is_new_chain) continue;
-
-                // the chain joins what the unit's slot holds: there is no room for a third sum in registers
-#pragma unroll
-                for (int tile = 0; tile < TILES; ++tile)
-#pragma unroll
-                    for (int half = 0; half < 2; ++half) {
-                        int row = 16 * tile + 8 * half + lane / 4;
-                        float2 span = is_new_span ? make_float2(NO_KEY, 0.f) : spans[warp][row];
-                        Meeting w = meet(span.x, chains[warp][row].x);
-                        span.y = weighted(w, span.y, chains[warp][row].y);
-                        __syncwarp();
-                        if (lane % 4 == 0) spans[warp][row] = span;
-                        __syncwarp();
-                        if (seen[row].x == seen[row].y) continue;
-                        if (warp == 0 && lane % 4 == 0) {
-                            slot_at[ROWS * HEAD + row] = span.x;
-                            slot_at[ROWS * HEAD + ROWS + row] = span.y;
-                        }
-                        float zero = 0.f;
-#pragma unroll
-                        for (int n = 0; n < 2 * PAIRS; ++n) {
-                            float2* to =
-                                (float2*)(slot_at + row * HEAD + warp * (HEAD / 4) + 8 * n) + lane % 4;
-                            float2 before = is_new_span ? make_float2(0.f, 0.f) : *to;
-                            float x = weighted(w, before.x, chain[tile][n][2 * half]);
-                            float y = weighted(w, before.y, chain[tile][n][2 * half + 1]);
-                            *to = make_float2(x, y);
-                            zero = __fmaf_rn(x, 0.f, __fmaf_rn(y, 0.f, zero));
-                        }
-                        if (is_masked && zero != 0.f) is_suspect = 1;
-                    }
-                is_new_span = false;
-            }
-        }
-        cp_async_wait<0>();
+__device__ __forceinline__ void meet_cluster() {
+    if (CLUSTER > 1)
+        cluster_sync();
+    else
         __syncthreads();
-        if (only < 0 && !is_suspect) break;
-        do {  // the next row of this block's units whose set does not see the same keys
-            if (only < 0 || ++only >= min(T, at.leader + rows_a_group)) {
-                first = only < 0 ? blockIdx.x : first + gridDim.x;
-                if (first >= items) break;
-                at.item = first;
-                at.locate(plan, G, -1);
-                only = at.leader;
-            }
-        } while (plan.leader[only] != at.leader);
-        if (first >= items) break;
-        step = 1, stop = first + 1;
-    }
-    if (!merges_here) return;
-
-    for (int item = blockIdx.x; item < items; item += gridDim.x) {
-        int leader = find_leader(plan, item / G), g = item % G, from = leader - leader % rows_a_group;
-        int low = plan.low[leader], high = plan.high[leader];
-        u32 units = count_units(low, high, unit_leaves(plan.level));
-        if (!last_to_arrive((u32*)work + leader * G + g, units)) continue;
-        const float* own = slots + ((size_t)plan.start[leader] * G + g) * SLOT;
-        for (int i = threadIdx.x; i < rows_a_group * ratio * HEAD; i += THREADS) {
-            int row = i / HEAD, d = i % HEAD, t = from + row / ratio;
-            if (t >= T || plan.leader[t] != leader) continue;
-            float x = merge<HEAD>(own, (size_t)G * SLOT, ROWS, row, d, low, high, plan.level);
-            o[((size_t)t * H + g * ratio + row % ratio) * HEAD + d] = to_bf16(x);
-        }
-    }
 }
 
-/* What attend_fast leaves to do where a single block would be long about it. Same arguments for both. */
-extern "C" __global__ void __launch_bounds__(THREADS)
-    attend_merge(const float* work, bf16* o, int H, int G, int rows_a_group) {
-    griddep_launch();
-    int t = blockIdx.x, h = blockIdx.y * (THREADS / HEAD) + threadIdx.x / HEAD, d = threadIdx.x % HEAD;
-    if (h >= H) return;
-    int ratio = H / G, g = h / ratio, row = t % rows_a_group * ratio + h % ratio;
+/* o is A[T,H,HEAD]; group * (H/G) <= 16 * TILES, group <= GROUP. splits: units a row is cut into at most, a
+ * multiple of CLUSTER; 0: none. clusters: of a group and kv head. work: COUNTERS, then a slot a cluster. */
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+    attend_fast(const bf16* q, const bf16* cache_k, const bf16* cache_v, const int* slot, const int* pos,
+                const int* begin, const int* end, int window, int causal, float scale, float* work, bf16* o,
+                int T, int H, int G, int S, int group, int splits, int clusters) {
+    float2* const letters = (float2*)(shared + LETTERS_AT);  // m and l beside the inbox's o
+    Row* const rows = (Row*)(shared + ROWS_AT);
+    Set& set = *(Set*)(shared + SET_AT);
+    const int rank = blockIdx.x % CLUSTER, g = blockIdx.x / CLUSTER % G;
+    const int groups =
+        (T + group - 1) / group;  // in the grid, clusters come last: those with keys start first
+    const int from = blockIdx.x / CLUSTER / G % groups * group, own = blockIdx.x / CLUSTER / G / groups;
+
+    if (CLUSTER > 1) cluster_arrive();  // waited for before anything is sent: who gets it is there
     griddep_wait();
-    const int* record = (const int*)work + COUNTERS;
-    int start = record[3 * t], low = record[3 * t + 1], high = record[3 * t + 2];
-    if (high == low) return;  // sees no key: attend_fast wrote its zeros
-    const float* slots = work + COUNTERS + RECORDS + ((size_t)start * G + g) * SLOT;
-    float x = merge<HEAD>(slots, (size_t)G * SLOT, ROWS, row, d, low, high, record[LEVEL_AT]);
-    o[((size_t)t * H + h) * HEAD + d] = to_bf16(x);
+    if (warp_index() == 0) {
+        set.start(rows, {slot, pos, begin, end, T, group, window, causal, splits},
+                  {H / G, g, from, own, from / group * G + g});
+        if (set.left) set.next(rows, rank);
+    } else {
+        load_q(q, shared, from, T, H, H / G, g, 32);
+    }
+    __syncthreads();
+    if (set.place.own == 0) {  // rows that see nothing
+        for (int i = thread_again(); i < RANK_ROWS * HEAD / 4; i += THREADS) {
+            int tile_row = (int)(blockIdx.x % CLUSTER) * RANK_ROWS + i / (HEAD / 4),
+                at = tile_row / set.place.ratio, t = set.place.from + at;
+            if (at < group && t < T && rows[at].first >= rows[at].last)
+                *(uint2*)(o +
+                          ((size_t)t * H + set.place.g * set.place.ratio + tile_row % set.place.ratio) *
+                              HEAD +
+                          i % (HEAD / 4) * 4) = uint2{0, 0};
+        }
+    }
+
+    auto load = [&](const bf16* cache, int to, int leaf) {  // addresses are made here, not kept
+        cache += ((size_t)set.slot * G + set.place.g) * S * HEAD;
+        load_leaf(cache, shared + to, leaf, set.only < 0 ? set.low : rows[set.only].first,
+                  set.only < 0 ? set.high : rows[set.only].last);
+    };
+
+    if (CLUSTER > 1) cluster_wait();
+    while (set.members) {
+        // Once for all rows with only = -1. Where a key that one row of a set does not see makes an infinity
+        // or NaN for another, zero times it would spoil the first: then again, row by row.
+        while (set.leaf_first < set.leaf_end) {
+            load(cache_k, K_AT, set.leaf_first);
+            cp_async_commit();
+            load(cache_v, V_AT, set.leaf_first);
+            cp_async_commit();
+            griddep_launch();
+
+            float out[N][4] = {}, m[2] = {NO_KEY, NO_KEY}, l[2] = {};
+            for (int leaf = set.leaf_first; leaf < set.leaf_end; ++leaf) {
+                const int key0 = leaf * LEAF;
+                const bool masks = set.only >= 0 || key0 < set.shared_low || key0 + LEAF > set.shared_high;
+                cp_async_wait<1>();
+                __syncthreads();
+#pragma unroll 1
+                for (int part = 0; part < PARTS; ++part) {
+                    const int warp = thread_again() / 32, tile = warp / SPREAD % TILES, half = warp / 4;
+                    const int row = half * HALF + part * PART;
+                    float p[COLUMN_TILES][4];
+                    scores(p, tile * 16 * HEAD * 2, K_AT + row * HEAD * 2, __fmul_rn(scale, LOG2_E));
+                    if (masks) mask(p, set, rows, tile, key0 + row);
+                    soften(p, out, m, l);
+                    if (part == 0) cp_async_wait<0>();
+                    if (part == 0 || part == PARTS - 1)
+                        __syncthreads();  // in the first, V is there; in the last, K has been read
+                    if (part == PARTS - 1) {
+                        if (leaf + 1 < set.leaf_end) load(cache_k, K_AT, leaf + 1);
+                        cp_async_commit();
+                    }
+                    values(out, p, V_AT + row * HEAD * 2, warp % SPREAD * (UNITS / SPREAD));
+                }
+                __syncthreads();  // V has been read
+                if (leaf + 1 < set.leaf_end) load(cache_v, V_AT, leaf + 1);
+                cp_async_commit();
+            }
+
+            // The halves of the keys meet: a warp keeps half of its components and hands over the others.
+            const int lane = thread_again() % 32, warp = thread_again() / 32;
+            const int tile = warp / SPREAD % TILES, half = warp / 4;
+            const bool is_masked =
+                set.leaf_first * LEAF < set.shared_low || set.leaf_end * LEAF > set.shared_high;
+            float2* const stats = (float2*)(shared + V_AT);
+            float4* const exchange = (float4*)(shared + K_AT);
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                int tile_row = 16 * tile + 8 * e + lane / 4;
+                l[e] = __fadd_rn(l[e], __shfl_xor_sync(FULL_WARP, l[e], 1));
+                l[e] = __fadd_rn(l[e], __shfl_xor_sync(FULL_WARP, l[e], 2));
+                float zero = 0.f;
+#pragma unroll
+                for (int n = 0; n < N; ++n)
+                    zero = __fmaf_rn(out[n][2 * e], 0.f, __fmaf_rn(out[n][2 * e + 1], 0.f, zero));
+                int2 seen = keys_of(set, rows, tile_row);
+                if (set.only < 0 && is_masked && zero != 0.f && seen.x < seen.y) set.is_suspect = 1;
+                if (lane % 4 == 0) stats[half * ROWS + tile_row] = make_float2(m[e], l[e]);
+            }
+#pragma unroll
+            for (int n = 0; n < N / 2; ++n) {
+                float give[4];
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    give[e] = half ? out[n][e] : out[N / 2 + n][e];
+                    if (half) out[n][e] = out[N / 2 + n][e];
+                }
+                exchange[(warp * (N / 2) + n) * 32 + lane] = make_float4(give[0], give[1], give[2], give[3]);
+            }
+            __syncthreads();
+#pragma unroll
+            for (int e = 0; e < 2 && !(set.only < 0 && set.is_suspect); ++e) {
+                const int tile_row = 16 * tile + 8 * e + lane / 4, row = tile_row / set.place.ratio;
+                float2 joint = stats[tile_row], second = stats[ROWS + tile_row];
+                Meeting meet(joint.x, second.x);
+                joint.y = meet(joint.y, second.y);
+                if (row >= GROUP || !((set.only < 0 ? set.members : 1u << set.only) >> row & 1)) continue;
+                float2* letter = letters + (int)(blockIdx.x % CLUSTER) * RANK_ROWS + tile_row % RANK_ROWS;
+                float* box = (float*)(shared + INBOX_AT) +
+                             ((int)(blockIdx.x % CLUSTER) * RANK_ROWS + tile_row % RANK_ROWS) * HEAD;
+                if (CLUSTER > 1) letter = map_shared(letter, tile_row / RANK_ROWS);
+                if (CLUSTER > 1) box = map_shared(box, tile_row / RANK_ROWS);
+                if (warp % SPREAD == 0 && half == 0 && lane % 4 == 0) *letter = joint;
+                box += warp % SPREAD * COLUMNS + half * (COLUMNS / 2) + 2 * (lane % 4);
+#pragma unroll
+                for (int n = 0; n < N / 2; ++n) {
+                    float2 other = *((const float2*)&exchange[((warp ^ 4) * (N / 2) + n) * 32 + lane] + e);
+                    float x = out[n][2 * e], y = out[n][2 * e + 1];
+                    *(float2*)(box + 8 * n) = half ? make_float2(meet(other.x, x), meet(other.y, y))
+                                                   : make_float2(meet(x, other.x), meet(y, other.y));
+                }
+            }
+            if (!set.is_suspect) break;
+            __syncthreads();  // the exchange has been read: the ring may be filled
+            if (thread_again() == 0) {
+                u32 later = set.members >> (set.only + 1);
+                set.only = later ? set.only + __ffs(later) : 32;
+            }
+            __syncthreads();
+            if (set.only == 32) break;
+        }
+        meet_cluster();
+
+        for (int i = thread_again(); set.place.own < set.clusters && i < RANK_ROWS * HEAD / 4; i += THREADS) {
+            int tile_row = (int)(blockIdx.x % CLUSTER) * RANK_ROWS + i / (HEAD / 4),
+                at = tile_row / set.place.ratio, d = i % (HEAD / 4) * 4;
+            if (at >= group || !(set.members >> at & 1)) continue;
+            Piece all;
+#pragma unroll
+            for (int source = 0; source < CLUSTER; ++source)
+                if (source >= set.first_source && source <= set.last_source)
+                    all.add(letters[source * RANK_ROWS + tile_row % RANK_ROWS],
+                            *(const float4*)((float*)(shared + INBOX_AT) +
+                                             (source * RANK_ROWS + tile_row % RANK_ROWS) * HEAD + d));
+            if (set.clusters == 1) {
+                size_t to = ((size_t)(set.place.from + at) * H + set.place.g * set.place.ratio +
+                             tile_row % set.place.ratio) *
+                                HEAD +
+                            d;
+                *(uint2*)(o + to) = all.divided();
+            } else {
+                float* to = slot_at(work, set.place.index * clusters + set.place.own);
+                *(float4*)(to + tile_row * HEAD + d) = all.o;
+                if (d == 0) *(float2*)(to + ROWS * HEAD + 2 * tile_row) = make_float2(all.m, all.l);
+            }
+        }
+        if (!set.left) break;
+        meet_cluster();  // the letters have been read
+        if (thread_again() / 32 == 0) {
+            set.next(rows, (int)(blockIdx.x % CLUSTER));
+        }
+        __syncthreads();
+    }
+    if (set.place.own >= set.most) return;
+
+    if (!last_to_arrive((u32*)work + set.place.index * CLUSTER + (int)(blockIdx.x % CLUSTER), set.most))
+        return;
+    for (int i = thread_again(); i < RANK_ROWS * HEAD / 4; i += THREADS) {
+        constexpr int BATCH = 4;  // partial results whose loads are under way together
+        int tile_row = (int)(blockIdx.x % CLUSTER) * RANK_ROWS + i / (HEAD / 4),
+            at = tile_row / set.place.ratio, d = i % (HEAD / 4) * 4;
+        int count = at < group ? rows[at].clusters : 0;
+        if (count < 2) continue;
+        Piece all;
+        for (int c = 0; c < count; c += BATCH) {
+            float4 part[BATCH];
+            float2 weight[BATCH];
+#pragma unroll
+            for (int j = 0; j < BATCH; ++j) {
+                const float* piece = slot_at(work, set.place.index * clusters + min(c + j, count - 1));
+                part[j] = *(const float4*)(piece + tile_row * HEAD + d);
+                weight[j] = *(const float2*)(piece + ROWS * HEAD + 2 * tile_row);
+            }
+#pragma unroll
+            for (int j = 0; j < BATCH; ++j)
+                if (c + j < count) all.add(weight[j], part[j]);
+        }
+        *(uint2*)(o +
+                  ((size_t)(set.place.from + at) * H + set.place.g * set.place.ratio +
+                   tile_row % set.place.ratio) *
+                      HEAD +
+                  d) = all.divided();
+    }
 }

@@ -1,11 +1,11 @@
-/* The pieces of attend_cluster.cu: which keys a group of rows sees, and what a warp does with 64 of them.
+/* The pieces of attend_fast.cu: which keys a group of rows sees, and what a warp does with 64 of them.
  *
  * A leaf is 128 keys at an absolute multiple of 128, a unit some leaves at an absolute multiple of its size,
  * a cluster CLUSTER units. How many leaves make a unit is a row's own matter: as few as leave at most
  * `splits` units of the keys that it sees. So the units grow with the context and the grid stays full, and
  * still no bit of a row depends on the rows beside it: rows whose units differ are different sets. */
 #pragma once
-#include "coming.cuh"
+#include "sm90.cuh"
 
 #ifndef HEAD
 #define HEAD 128
@@ -18,9 +18,6 @@
 #endif
 #ifndef CLUSTER
 #define CLUSTER 8
-#endif
-#ifndef FEW_LEAVES
-#define FEW_LEAVES 32
 #endif
 #ifndef TERMS  // bf16 numbers that make one probability: 2 keep 16 bits of it
 #define TERMS 2
@@ -40,9 +37,8 @@ constexpr int Q_BYTES = ROWS * HEAD * 2, LEAF_BYTES = LEAF * HEAD * 2;
 constexpr int K_AT = Q_BYTES, V_AT = K_AT + LEAF_BYTES, INBOX_AT = V_AT + LEAF_BYTES;  // of shared memory
 constexpr int LETTERS_AT = INBOX_AT + ROWS * HEAD * 4, ROWS_AT = LETTERS_AT + ROWS * 8,
               SET_AT = ROWS_AT + GROUP * 24;
-constexpr int COUNTERS = 4096;   // u32 at the front of work
-constexpr int FEW = FEW_LEAVES;  // so many leaves are one cluster's: a second one costs a trip through memory
-constexpr int WHOLE = 1 << 20;   // leaves of a unit that is never cut
+constexpr int COUNTERS = 4096;    // u32 at the front of work
+constexpr int WHOLE = 1 << 20;    // leaves of a unit that is never cut
 constexpr float NO_KEY = -3e38f;  // the largest score of no key at all; finite: differences are
 constexpr float LOG2_E = 1.4426950408889634f;
 
@@ -71,7 +67,6 @@ struct Place {
 struct Set {
     Place place;
     u32 left, members;              // rows without a set yet; rows of this one
-    int oldest;                     // no key before is of this launch's rows
     int only, is_suspect;           // the row that this pass is for, -1: all; whether that will not do
     int slot, clusters, most;       // most: clusters of any set so far that has several
     int low, high;                  // keys that any of them sees
@@ -82,25 +77,21 @@ struct Set {
     /* One warp, a lane a row; all loads of a row are under way together. */
     __device__ __forceinline__ void start(Row* to, const Rows& rows, const Place& where) {
         const int lane = lane_index(), t = where.from + lane;
-        int old = 0x7fffffff;
         Row row{-1, 0, 0, 1, 0, 0};
         if (lane < rows.group && t < rows.count) {
             int pos = rows.pos[t], begin = rows.begin[t], end = rows.end[t];
             row.slot = rows.slot[t];
             if (pos >= 0) {
-                old = min(pos, begin);
                 row.first = rows.window ? min(begin, max(0, pos - rows.window + 1)) : 0;
                 row.last = rows.causal ? pos + 1 : rows.window ? min(end, pos + rows.window) : end;
             }
             int leaves = (row.last - 1) / LEAF - row.first / LEAF + 1;
-            int most = leaves > FEW ? rows.splits : CLUSTER;
-            row.unit = rows.splits ? max(1, (leaves + most - 1) / most) : WHOLE;
+            row.unit = rows.splits ? max(1, (leaves + rows.splits - 1) / rows.splits) : WHOLE;
             row.base = row.first / LEAF / row.unit / CLUSTER;
         }
         if (lane < GROUP) to[lane] = row;
         u32 seeing = __ballot_sync(FULL_WARP, row.first < row.last);
-        old = __reduce_min_sync(FULL_WARP, old);
-        if (lane == 0) left = seeing, members = 0, clusters = 0, most = 0, oldest = old, place = where;
+        if (lane == 0) left = seeing, members = 0, clusters = 0, most = 0, place = where;
         __syncwarp();
     }
 

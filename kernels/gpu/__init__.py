@@ -31,7 +31,6 @@ class GpuBackend:
         self.activations, self.device, self.sms = activations, device, device.sms
         self.variants = {}  # row -> "plain" or "fast", as it ran last
         self.is_preparing = False  # compile and load what a launch needs, launch nothing
-        self.coming = None  # the weight that the next launch reads, where it is known: coming.py
         for row in ROWS:
             setattr(self, row, partial(self._run, row))
 

@@ -8,7 +8,7 @@ from ...errors import UserError
 from ..host import Replay
 from ..launch import CudaDevice
 from ..ops import DTYPES, storage
-from . import GpuBackend, as_stored, coming, stacked_shape
+from . import GpuBackend, as_stored, stacked_shape
 from .staging import HostArray, Staging
 
 
@@ -145,21 +145,10 @@ class CudaBackend(GpuBackend):
         self._staging = self._staging or Staging(self.device)
         return self._staging
 
-    def _run_before(self, weight, function, *args):
-        """A recorded call whose successor reads `weight`."""
-        self.coming = weight
-        try:
-            function(*args)
-        finally:
-            self.coming = None
-
     def compile(self, calls):
         """A program that replays checked calls in order: a graph, or the calls one by one (graph=False)."""
         self._staging = None  # a round is being recorded: the weights are there
-        pairs = zip(calls, coming.after(calls), strict=True)
-        program = Replay(
-            [(self._run_before, (weight, function, *args)) for (_, function, args), weight in pairs]
-        )
+        program = Replay([(function, args) for _, function, args in calls])
         with self._failures:
             self.is_preparing = True  # no kernel may be loaded during a capture
             try:

@@ -11,7 +11,7 @@ from functools import partial
 
 from ..table import ROWS
 from ..weight import TILE
-from .attend_cluster import attend_prompt
+from .attend_fast import attend_prompt
 
 COUNTERS = 4096  # as in kernels/gpu/__init__.py
 STAGE_K = 64

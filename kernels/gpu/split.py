@@ -92,7 +92,7 @@ class Split:
 # (bench/results/gemm-nvidia-h100-80gb-hbm3.json). One uncut K beats more, smaller blocks wherever 16 rows of it fit.
 MEASURED = {
     (6144, 4096, 132): Split(2, 1, 16, 1, 4, 4, True, True),
-    (4096, 4096, 132): Split(1, 1, 16, 4, 1, 4, False, True),
+    (4096, 4096, 132): Split(2, 1, 16, 2, 2, 4, True, True),
     (24576, 4096, 132): Split(2, 1, 16, 4, 1, 4, True, True),
     (4096, 12288, 132): Split(4, 1, 16, 4, 1, 4, False, True),
     (151936, 4096, 132): Split(1, 1, 12, 4, 2, 4),
@@ -100,7 +100,7 @@ MEASURED = {
     (10240, 4096, 132): Split(2, 1, 16, 2, 2, 4, True, True),
     (6144, 2560, 132): Split(1, 1, 12, 4, 2, 4),
     (4096, 2560, 132): Split(1, 1, 12, 4, 2, 4, False, True),
-    (2560, 4096, 132): Split(4, 3, 5, 4, 1, 1, True, True),
+    (2560, 4096, 132): Split(4, 1, 16, 4, 1, 4, True, True),
     (19456, 2560, 132): Split(2, 1, 12, 4, 1, 4, True, True),
     (2560, 9728, 132): Split(4, 1, 12, 4, 2, 4),
     (2560, 12800, 132): Split(4, 1, 14, 4, 1, 4),

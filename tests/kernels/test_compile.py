@@ -237,7 +237,8 @@ class StubDriver:
     def __getattr__(self, name):
         if not re.match("cu[A-Z]", name):
             return getattr(self.real, name)
-        answers = {"cuDeviceGetCount": 1, "cuStreamCreate": self.real.CUstream(7), "cuFuncGetAttribute": 24}
+        answers = {"cuDeviceGetCount": 1, "cuStreamCreate": self.real.CUstream(7), "cuFuncGetAttribute": 24,
+                   "cuOccupancyMaxActiveBlocksPerMultiprocessor": 2, "cuOccupancyMaxActiveClusters": 30}  # fmt: skip
         return lambda *_: (self.real.CUresult.CUDA_SUCCESS, answers.get(name, 0))
 
     def cuDeviceGetAttribute(self, attribute, _):
@@ -279,13 +280,34 @@ def test_a_launch_says_to_the_driver_what_was_asked(monkeypatch):
     cluster, cooperative, dependent = (a.value for a in full.attrs)
     assert (cluster.clusterDim.x, cluster.clusterDim.y, cluster.clusterDim.z) == (4, 1, 1)
     assert cooperative.cooperative == dependent.programmaticStreamSerializationAllowed == 1
-    assert driver.opted_in == [("CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES", 60000)]
+    names = "PREFERRED_SHARED_MEMORY_CARVEOUT", "MAX_DYNAMIC_SHARED_SIZE_BYTES"
+    assert driver.opted_in == [
+        (f"CU_FUNC_ATTRIBUTE_{n}", v) for n, v in zip(names, (100, 60000), strict=True)
+    ]
     with pytest.raises(
         UserError, match="asks for 232472 bytes of shared memory a block, the limit here is 232448"
     ):
         device.launch(function, 1, 64, 232448, args)
     with pytest.raises(UserError, match="does not divide grid"):
         device.launch(function, 9, 64, 0, args, cluster=2)
+
+
+@needs_nvrtc
+def test_blocks_that_wait_for_each_other_must_fit_the_card(monkeypatch):
+    driver = StubDriver()
+    driver.types = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_float, ctypes.c_uint64, ctypes.c_int]
+    monkeypatch.setattr(launch, "_driver", lambda: driver)
+    device = launch.CudaDevice()
+    function, args = device.function(SAMPLES / "rmsnorm.cu", "rmsnorm"), [0, 5, 1e-6, None, -3]
+    device.launch(function, 264, 64, 0, args, together=True)
+    device.launch(function, 240, 64, 0, args, cluster=8, together=True)
+    assert len(driver.launches) == 2
+    with pytest.raises(
+        RuntimeError, match="rmsnorm: 265 blocks that wait for each other, the card holds 264"
+    ):
+        device.launch(function, 265, 64, 0, args, together=True)
+    with pytest.raises(RuntimeError, match="248 blocks .* the card holds 240"):
+        device.launch(function, 248, 64, 0, args, cluster=8, together=True)
 
 
 def test_ptx_lives_in_the_wrappers_only():
