@@ -1,5 +1,7 @@
 """What the backends on host memory share: NumPy arrays, and replay as a list of calls. Also the oracle backend."""
 
+import time
+
 import numpy as np
 
 from . import oracle
@@ -27,6 +29,16 @@ class HostBackend:
     def download(self, buffer):
         """Host copy of a buffer."""
         return buffer.copy()
+
+    rounds_ahead = 0  # a program has run when `start` returns
+
+    def start(self, program, *buffers):
+        """Run a program; returns a function that gives (its seconds, host copies of the buffers...)."""
+        since = time.perf_counter()
+        program.launch()
+        seconds = time.perf_counter() - since
+        copies = [self.download(buffer) for buffer in buffers]
+        return lambda: (seconds, *copies)
 
     def compile(self, calls):
         """A program that replays checked calls in order."""

@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections import deque
 
 import numpy as np
 
@@ -78,28 +79,37 @@ def sample_rounds(engine, s, request, timing, number, first):
     begun = Round([int(record[3])], seconds=seconds, finish_reason=reason, sample=number, logprobs=first[1])
     yield from texts.push(begun, reason is not None)
     waiting, committed = 0, 1  # context features not injected yet, as s.fresh says; tokens of the sample
-    while reason is None and not (texts.is_stopped or engine.is_interrupted):
-        since = time.perf_counter()
-        width = engine.schedule.choose(request)
-        is_injecting = request.drafts and (width > 1 or waiting == s.block)
-        injected = waiting if is_injecting else None
-        program(engine, s, request, width, is_injecting).launch()
-        record = ops.download(s.record)[0]
-        drafts = record[3 + s.block + 1 : 3 + s.block + width].tolist()
-        emitted, accepted, why = (int(v) for v in record[:3])
-        logprobs = ops.download(s.logprob[:emitted]).tolist() if is_scored else None
-        seconds = time.perf_counter() - since
-        waiting, committed = emitted if is_injecting else waiting + emitted, committed + emitted
-        engine.schedule.learn(width, accepted, emitted, seconds)
-        timing.decode_s += seconds
-        reason = REASONS[why]
-        if os.environ.get("MINIDFLASH_CHECK") == "1":
-            check(engine, s, request, record, committed, injected)
-        tokens = record[3 : 3 + emitted].tolist()
-        yield from texts.push(
-            Round(tokens, None, drafts, accepted, width, seconds, reason, number, logprobs),
-            reason is not None,
-        )
+    is_checked, started = os.environ.get("MINIDFLASH_CHECK") == "1", deque()
+    try:
+        while reason is None and not (texts.is_stopped or engine.is_interrupted):
+            since = time.perf_counter()
+            # A GPU has the next round to do while the host reads this one; it is dropped where this one is the last.
+            while len(started) <= (0 if is_checked else ops.rounds_ahead):
+                width, coming = engine.schedule.choose(request), sum(v for v, *_ in started)
+                if started and (committed + coming >= request.max_tokens or (request.drafts and width == 1)):
+                    break  # not needed; or what this one commits decides whether the next one injects
+                is_injecting = request.drafts and (width > 1 or waiting == s.block)
+                read = s.record, *([s.logprob[:width]] if is_scored else [])
+                result = ops.start(program(engine, s, request, width, is_injecting), *read)
+                started.append((width, is_injecting, result))
+            width, is_injecting, result = started.popleft()
+            cost, (record,), *scores = result()
+            seconds = max(cost, time.perf_counter() - since)
+            drafts = record[3 + s.block + 1 : 3 + s.block + width].tolist()
+            emitted, accepted, why = (int(v) for v in record[:3])
+            injected = waiting if is_injecting else None
+            waiting, committed = emitted if is_injecting else waiting + emitted, committed + emitted
+            engine.schedule.learn(width, accepted, emitted, cost)
+            timing.decode_s += seconds
+            reason = REASONS[why]
+            if is_checked:
+                check(engine, s, request, record, committed, injected)
+            tokens, logprobs = record[3 : 3 + emitted].tolist(), [p[:emitted].tolist() for p in scores]
+            found = Round(tokens, None, drafts, accepted, width, seconds, reason, number, *logprobs)
+            yield from texts.push(found, reason is not None)
+    finally:
+        for _, _, result in started:
+            result()  # its copies end before their memory is another's
     yield from texts.finish()
 
 
@@ -149,17 +159,16 @@ def start_schedule(engine, s, request):
         return
     since = time.perf_counter()
 
-    def launch(width):
+    def run(width):
         for buffer, value in ((s.start, 0), (s.fresh, 0), (s.left, 2 * s.block), (s.done, 0), (s.anchor, 0)):
             engine.ops.upload(buffer, np.array([value], np.int32))
-        program(engine, s, request, width, width > 1).launch()
-        engine.ops.download(s.record)
+        return engine.ops.start(program(engine, s, request, width, width > 1), s.record)()[0]
 
     if is_new:
         request.sampling.place(engine.ops, s, 0)
-        launch(request.verify)
+        run(request.verify)
     else:
-        engine.schedule.measure(launch)
+        engine.schedule.measure(run)
     engine.jit_s += time.perf_counter() - since
 
 

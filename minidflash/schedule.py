@@ -1,7 +1,5 @@
 """How many rows to verify: `auto` maximises tokens a second from measured costs and running acceptance."""
 
-import time
-
 # Drafting may lose this many plain rounds to learn whether it pays, and this share of the time so far; what it earned
 # in the text before counts too, up to EARNED plain rounds. So a text of any length is at most about 4 % slower than
 # plain decoding, a first short one included: with a CREDIT of 3, replies of 17 tokens were 14 % slower.
@@ -40,15 +38,10 @@ class Schedule:
         self.lost = max(min(0.0, self.lost), -EARNED * self.seconds.get(1, 0.0))
         self.tokens = 0
 
-    def measure(self, launch):
-        """Time a round of every width, the better of two after one to warm up. launch: width -> runs a round."""
+    def measure(self, run):
+        """Time a round of every width, the better of two after one to warm up. run: width -> seconds of a round."""
         for width in widths(self.block):
-            times = []
-            for _ in range(3):
-                since = time.perf_counter()
-                launch(width)
-                times.append(time.perf_counter() - since)
-            self.seconds[width] = min(times[1:])
+            self.seconds[width] = min([run(width) for _ in range(3)][1:])
 
     def choose(self, request):
         """v of the next round: what was asked for, or the best that the allowance permits."""

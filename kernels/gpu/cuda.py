@@ -65,6 +65,7 @@ class CudaBackend(GpuBackend):
     # A prompt's launches are not in a graph: at 256 tokens a pass the host's 65 us a launch were all the time of 2,048
     # (H100, Qwen3-8B: 3,168 launches, 220 ms). At 2,048 every product has whole waves of its largest tile.
     prefill_chunk = 2048
+    rounds_ahead = 1  # the host reads a round's record while the next one runs
 
     def __init__(self, activations, device=0, graph=True, dependent=True):
         self._cupy = cupy = _cupy()
@@ -105,16 +106,35 @@ class CudaBackend(GpuBackend):
 
     def download(self, buffer):
         """Host copy of a buffer, once everything before it in the stream is done."""
-        out = np.empty(buffer.shape, buffer.dtype)
-        if not out.size:
-            return out
-        with self._failures, self._place, self._stream:
-            pinned = self._cupy.cuda.alloc_pinned_memory(out.nbytes)  # from a pool
-            whole = self._cupy.ascontiguousarray(buffer)
-            whole.data.copy_to_host_async(pinned.ptr, out.nbytes, self._stream)
+        fetch = self._fetch(buffer)
+        with self._failures, self._place:
             self._stream.synchronize()
-        out[...] = np.frombuffer(pinned, out.dtype, out.size).reshape(out.shape)
-        return out
+        return fetch()
+
+    def _fetch(self, buffer):
+        """Ask for a copy in pinned memory; returns a function that gives it, once the stream has come so far."""
+        with self._failures, self._place, self._stream:
+            pinned = self._cupy.cuda.alloc_pinned_memory(max(buffer.nbytes, 1))  # from a pool
+            whole = self._cupy.ascontiguousarray(buffer)
+            whole.data.copy_to_host_async(pinned.ptr, buffer.nbytes, self._stream)
+        return lambda: np.frombuffer(pinned, buffer.dtype, buffer.size).reshape(buffer.shape).copy()
+
+    def start(self, program, *buffers):
+        """Launch a program; returns a function that waits and gives (its seconds on the GPU, host copies...)."""
+        with self._failures, self._place:
+            begin, end = self._cupy.cuda.Event(), self._cupy.cuda.Event()
+            begin.record(self._stream)
+            program.launch()
+            fetches = [self._fetch(buffer) for buffer in buffers]
+            end.record(self._stream)
+
+        def wait():
+            with self._failures, self._place:
+                end.synchronize()
+                seconds = 1e-3 * self._cupy.cuda.get_elapsed_time(begin, end)
+            return seconds, *(fetch() for fetch in fetches)
+
+        return wait
 
     def free_memory(self):
         """Bytes that arrays can still get: the card's free memory and what the pool holds unused."""

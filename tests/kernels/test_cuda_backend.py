@@ -70,6 +70,19 @@ class Context:
         pass
 
 
+class Event:
+    """An event that knows which it was."""
+
+    count = 0
+
+    def record(self, stream):
+        Event.count += 1
+        self.recorded = Event.count
+
+    def synchronize(self):
+        assert self.recorded
+
+
 def fake_cupy():
     pool = types.SimpleNamespace(free_bytes=lambda: 5)
     return types.SimpleNamespace(
@@ -78,7 +91,8 @@ def fake_cupy():
         ascontiguousarray=lambda a: np.ascontiguousarray(a).view(Array),
         get_default_memory_pool=lambda: pool,
         cuda=types.SimpleNamespace(
-            Device=Context, ExternalStream=Context, alloc_pinned_memory=Pinned,
+            Device=Context, ExternalStream=Context, alloc_pinned_memory=Pinned, Event=Event,
+            get_elapsed_time=lambda begin, end: 1e3 * (end.recorded - begin.recorded),
             runtime=types.SimpleNamespace(memGetInfo=lambda: (1000, 2000)),
         ),
     )  # fmt: skip
@@ -148,6 +162,18 @@ def embedding(ops, rng):
     ids = ops.array((2,), "i32")
     ops.upload(ids, np.array([3, 8], np.int32))
     return ops.weight([Make(rng).w(9, 24)]), ids, ops.array((2, 24), "A")
+
+
+def test_start_times_a_program_and_fetches_what_it_left(opened):
+    ops, _ = opened()
+    record, scores = ops.array((2, 3), "i32"), ops.array((2, 0), "f32")
+    ops.upload(record, np.arange(6, dtype=np.int32).reshape(2, 3))
+    launched = []
+    result = ops.start(types.SimpleNamespace(launch=lambda: launched.append(1)), record, scores)
+    ops.upload(record, np.zeros((2, 3), np.int32))  # the next round may begin: what was fetched stays
+    seconds, found, none = result()
+    assert (seconds, launched, none.shape) == (1.0, [1], (2, 0))
+    assert (found == np.arange(6).reshape(2, 3)).all() and found.flags.writeable
 
 
 @pytest.fixture
