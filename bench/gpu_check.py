@@ -1,6 +1,6 @@
-"""Is the cuda backend right on this card? Kernel tests, golden pairs, the embedded pair; one table and one JSON file.
+"""Is the cuda backend right on this card? Kernel tests, golden pairs, sampling, the embedded pair; one table and one JSON file.
 
-    python bench/gpu_check.py [--only kernels golden pair] [--commit C] [--seconds 500]
+    python bench/gpu_check.py [--only kernels golden sampling pair tau] [--commit C] [--seconds 500]
 
 Needs a GPU, the packages of the extras `cuda` and `test`, no network. Golden data is read from tests/golden and
 MINIDFLASH_GOLDEN, the embedded pair's target from MINIDFLASH_CACHE. Writes bench/results/gpu-check-CARD.json, or into
@@ -8,12 +8,14 @@ $OUT. Exit code 1 when something is wrong. Parts that --seconds leaves no time f
 """
 
 import argparse
+import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -26,9 +28,11 @@ sys.path.insert(0, str(ROOT))
 import minidflash as md  # in a bare checkout it lies beside this folder
 
 PARTS = {
-    "kernels": ["tests/kernels"],
-    "golden": ["tests/test_golden.py", "tests/test_golden_drafters.py", "tests/test_invariance.py", "tests/test_lossless.py"],
-}  # fmt: skip
+    "kernels": ["tests/kernels/test_*.py"],
+    "golden": ["tests/test_golden*.py", "tests/test_invariance.py", "tests/test_lossless.py"],
+    "sampling": ["tests/test_sampling*.py"],
+}
+PAIR = "pair", "tau"
 BLOCKS, TOKENS = (16, 8, 4), 96
 
 
@@ -45,39 +49,51 @@ def card():
     return {"card": name, "driver": driver, "memory": memory}
 
 
-def run_tests(paths, seconds):
-    """GPU tests of these files: {"passed", "failed", "skipped", "seconds", "failures": first words of each}."""
-    begun, limit = time.perf_counter(), max(30, seconds)
+def run_file(path, limit):
+    """GPU tests of one file: (passed, skipped, [what failed])."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        here = [path for path in paths if (ROOT / path).exists()]
         command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--tb=short",
-                   "--maxfail=60", f"--junitxml={report}", *here]  # fmt: skip
+                   "--maxfail=60", f"--junitxml={report}", str(path)]  # fmt: skip
         try:
             done = subprocess.run(
                 command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=limit
             )
         except subprocess.TimeoutExpired as error:
             text = (error.stdout or b"").decode(errors="replace")
-            return {"failed": 1, "failures": [f"not ended after {limit:.0f} s: {text[-300:]}"]}
-        print(done.stdout[-3000:] if done.returncode else done.stdout.strip().splitlines()[-1])
+            return 0, 0, [f"{path.name}: not ended after {limit:.0f} s: {text[-300:]}"]
         if not report.exists():
-            return {"failed": 1, "failures": [(done.stdout + done.stderr)[-600:]]}
+            return 0, 0, [f"{path.name}: {(done.stdout + done.stderr)[-600:]}"]
         cases = list(ElementTree.parse(report).iter("testcase"))
-    found = {
-        "passed": 0,
-        "failed": 0,
-        "skipped": 0,
-        "seconds": round(time.perf_counter() - begun, 1),
-        "failures": [],
-    }
+    passed, skipped, failures = 0, 0, []
     for case in cases:
         kinds = {child.tag: child for child in case}
         bad = kinds.get("failure", kinds.get("error"))
-        found["failed" if bad is not None else "skipped" if "skipped" in kinds else "passed"] += 1
-        if bad is not None and len(found["failures"]) < 40:
-            found["failures"].append(f"{case.get('name')}: {(bad.get('message') or '')[:200]}")
-    return found
+        if bad is not None:
+            failures.append(f"{path.name}: {case.get('name')}: {(bad.get('message') or '')[:200]}")
+        elif "skipped" in kinds:
+            skipped += 1
+        else:
+            passed += 1
+    return passed, skipped, failures
+
+
+def run_tests(patterns, seconds, jobs):
+    """GPU tests of these files, a process each: {"passed", "failed", "skipped", "seconds", "failures"}."""
+    begun, limit = time.perf_counter(), max(30, seconds)
+    paths = [path for pattern in patterns for path in sorted(ROOT.glob(pattern))]
+    paths.sort(key=lambda path: -path.stat().st_size)  # the long ones first
+    with ThreadPoolExecutor(jobs) as pool:
+        results = list(pool.map(lambda path: run_file(path, limit), paths))
+    passed, skipped, failures = (
+        [r[0] for r in results],
+        [r[1] for r in results],
+        [f for r in results for f in r[2]],
+    )
+    return {
+        "passed": sum(passed), "failed": len(failures), "skipped": sum(skipped),
+        "seconds": round(time.perf_counter() - begun, 1), "failures": failures[:40],
+    }  # fmt: skip
 
 
 def golden_numbers():
@@ -138,13 +154,35 @@ def bf16_pair(g, **options):
     }  # fmt: skip
 
 
+def tau_pair(count, tokens):
+    """tau of bf16 beside f32 activations over many prompts, all rounds of each taken together, at block 16."""
+    prompts = [json.loads(line) for line in (ROOT / "bench" / "prompts.jsonl").read_text().splitlines()][
+        :count
+    ]
+    taus = {}
+    for activations in ("f32", "bf16"):
+        engine = md.load(backend="cuda", activations=activations, ctx=1024)
+        rounds = [
+            emitted
+            for p in prompts
+            for emitted in md.generate(engine, p["prompt"], max_tokens=tokens, block=16, verify=16).rounds
+        ]
+        taus[activations] = round(float(np.mean(rounds)), 4)
+    ratio = taus["bf16"] / taus["f32"]
+    wrong = [] if abs(ratio - 1) < 0.03 else [f"bf16 tau is {ratio:.3f} of f32's"]
+    return {"runs": 2 * len(prompts), "max_tokens": tokens, **taus, "ratio": round(ratio, 4), "wrong": wrong}
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", choices=[*PARTS, "pair"], default=[*PARTS, "pair"])
+    parser.add_argument("--only", nargs="+", choices=[*PARTS, *PAIR], default=[*PARTS, *PAIR])
     parser.add_argument("--commit", help="what is measured, where the tree travels without its history")
     parser.add_argument("--seconds", type=float, default=500, help="time for all of it (default %(default)s)")
+    parser.add_argument("--jobs", type=int, default=12, help="test processes side by side")
+    parser.add_argument("--prompts", type=int, default=50, help="prompts for tau")
+    parser.add_argument("--name", help="of the file of results, default gpu-check-CARD")
     args = parser.parse_args()
     if args.commit:
         os.environ["MINIDFLASH_COMMIT"] = args.commit
@@ -154,10 +192,15 @@ def main():
     def left():
         return args.seconds - (time.perf_counter() - begun)
 
-    if "pair" in args.only:  # first: minutes of tests must not keep it from running
+    runs = {}  # first: minutes of tests must not keep them from running
+    if "pair" in args.only:
         g = golden_numbers()
-        for name, run in (("pair f32", lambda: exact_pair(g)), ("pair bf16", lambda: bf16_pair(g)),
-                          ("pair bf16 eager", lambda: bf16_pair(g, graph=False))):  # fmt: skip
+        runs |= {"pair f32": lambda: exact_pair(g), "pair bf16": lambda: bf16_pair(g),
+                 "pair bf16 eager": lambda: bf16_pair(g, graph=False)}  # fmt: skip
+    if "tau" in args.only:
+        runs["tau"] = lambda: tau_pair(args.prompts, 128)
+    if runs:
+        for name, run in runs.items():
             since = time.perf_counter()
             try:
                 found[name] = run()
@@ -168,10 +211,13 @@ def main():
     for name, paths in PARTS.items():
         if name in args.only:
             found[name] = (
-                run_tests(paths, left()) if left() > 30 else {"failed": 1, "failures": ["no time left"]}
+                run_tests(paths, left(), args.jobs)
+                if left() > 30
+                else {"failed": 1, "failures": ["no time left"]}
             )
     print_table(found)
-    print(record.write("gpu-check-" + re.sub(r"\W+", "-", found["card"]).strip("-").lower(), found))
+    name = args.name or "gpu-check-" + re.sub(r"\W+", "-", found["card"]).strip("-").lower()
+    print(record.write(name, found))
     return int(
         any(part.get("failed") or part.get("wrong") for part in found.values() if isinstance(part, dict))
     )

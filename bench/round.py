@@ -95,6 +95,32 @@ def parts(engine, s, context, repeat):
     return found
 
 
+def host_gap(engine, tokens=160):
+    """Median microseconds on the GPU between the end of a round of the loop and the begin of the next; None on a host."""
+    if engine.ops.name != "cuda":
+        return None
+    import cupy
+
+    ops, start, events = engine.ops, engine.ops.start, []
+
+    def noted(*args):
+        result = start(*args)
+        events.append(result.events)
+        return result
+
+    ops.start = noted
+    try:
+        for _ in md.stream(engine, list(range(1, 65)), max_tokens=tokens, ignore_eos=True, verify=64):
+            pass
+    finally:
+        ops.start = start
+    gaps = [
+        cupy.cuda.get_elapsed_time(end, begin)
+        for (_, end), (begin, _) in zip(events[2:], events[3:], strict=False)
+    ]
+    return round(1e3 * median(gaps), 2)
+
+
 def measure(ops, name, contexts, repeat, bandwidth, tokens, prompt):
     engine, seconds = random_engine(ops, name, max(contexts) + 256)
     nbytes = engine.target.nbytes + engine.drafter.nbytes
@@ -151,6 +177,7 @@ def measure(ops, name, contexts, repeat, bandwidth, tokens, prompt):
         times.append(time.perf_counter() - since)
     found["prefill"] = {"tokens": prompt, "ms": round(1e3 * min(times), 2)}
     release(engine)
+    found["host_gap_us"] = host_gap(engine)
     if tokens:
         found["lossless"] = lossless(engine, tokens)
     print(name, {k: v for k, v in found.items() if k != "contexts"}, flush=True)

@@ -134,6 +134,7 @@ class CudaBackend(GpuBackend):
                 seconds = 1e-3 * self._cupy.cuda.get_elapsed_time(begin, end)
             return seconds, *(fetch() for fetch in fetches)
 
+        wait.events = begin, end  # for benches
         return wait
 
     def free_memory(self):
