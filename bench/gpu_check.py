@@ -8,7 +8,6 @@ $OUT. Exit code 1 when something is wrong. Parts that --seconds leaves no time f
 """
 
 import argparse
-import json
 import os
 import re
 import subprocess
@@ -26,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import minidflash as md  # in a bare checkout it lies beside this folder
+from minidflash.measure import read_prompts
 
 PARTS = {
     "kernels": ["tests/kernels/test_*.py"],

@@ -8,6 +8,7 @@ bandwidth measured in the same run. Writes bench/results/round-NAME.json.
 
 import argparse
 import time
+from itertools import pairwise
 from statistics import median
 
 import numpy as np
@@ -114,10 +115,7 @@ def host_gap(engine, tokens=160):
             pass
     finally:
         ops.start = start
-    gaps = [
-        cupy.cuda.get_elapsed_time(end, begin)
-        for (_, end), (begin, _) in zip(events[2:], events[3:], strict=False)
-    ]
+    gaps = [cupy.cuda.get_elapsed_time(end, begin) for (_, end), (begin, _) in pairwise(events[2:])]
     return round(1e3 * median(gaps), 2)
 
 
