@@ -156,9 +156,7 @@ def bf16_pair(g, **options):
 
 def tau_pair(count, tokens):
     """tau of bf16 beside f32 activations over many prompts, all rounds of each taken together, at block 16."""
-    prompts = [json.loads(line) for line in (ROOT / "bench" / "prompts.jsonl").read_text().splitlines()][
-        :count
-    ]
+    prompts = read_prompts()[:count]
     taus = {}
     for activations in ("f32", "bf16"):
         engine = md.load(backend="cuda", activations=activations, ctx=1024)
