@@ -39,8 +39,8 @@ class Bench(Backend):
         self.name = torch.cuda.get_device_name()
         self.pool = torch.randn(640 * 1024 * 1024, device="cuda", dtype=torch.bfloat16) * 0.02
         self.work = torch.zeros(COUNTERS + 64 * 1024 * 1024, device="cuda")
-        self.tokens = torch.randn(32 * 32768, device="cuda", dtype=torch.bfloat16)
-        self.x = torch.zeros(32 * 160000, device="cuda", dtype=torch.bfloat16)
+        self.tokens = torch.randn(128 * 32768, device="cuda", dtype=torch.bfloat16)
+        self.x = torch.zeros(128 * 160000, device="cuda", dtype=torch.bfloat16)
 
     def weights(self, outputs, cols):
         """How many different weights rotate, and the addresses of them."""

@@ -1,10 +1,12 @@
-"""The rows of a layer on a GPU as decoding calls them: norm, bias, heads, SwiGLU, argmax and all; beside the bare product.
+"""Every kernel of a layer on a GPU as decoding calls it: norm, bias, heads, SwiGLU, argmax and all; peers beside it.
 
-    python bench/rows.py [--rows 1,16] [--models qwen3-8b,qwen3-4b,smollm2] [--replays 30]
+    python bench/kernels.py [--rows 1,4,16,32,128] [--models qwen3-8b,qwen3-4b,llama-3.1-8b] [--replays 8]
 
-A time is per call: the median over replays of one graph of many calls, each on other weights (300 MB in all, or as much
-as the pool holds). "bare" is linear_add with the same weights and cut, in the same run. Writes
-bench/results/rows-CARD.json (into $OUT where that is set); the table comes last. Needs torch.
+A time is per call with dependent launch: the median over replays of one graph of many calls, each on other weights
+(300 MB in all, or as much as the pool holds). "bare" is linear_add with the same weights and cut; cuBLAS is torch's
+product with them; the error is the bare product's worst over sum|terms| against float64. Attention is at 2,048 keys, as
+bench/attend.py times it. Writes bench/results/kernels-CARD.json (into $OUT where that is set); the table comes last.
+Needs torch.
 """
 
 import argparse
@@ -14,6 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import attend
 import cuts
 import gemm
 import record
@@ -25,9 +28,10 @@ from over_torch import copy_gb_s, timed
 MODELS = {  # width, heads, kv heads, head size, ffn, vocab, drafter layers, taps
     "qwen3-8b": (4096, 32, 8, 128, 12288, 151936, 5, 5),
     "qwen3-4b": (2560, 32, 8, 128, 9728, 151936, 5, 5),
-    "smollm2": (576, 9, 3, 64, 1536, 49152, 4, 4),
+    "llama-3.1-8b": (4096, 32, 8, 128, 14336, 128256, 5, 5),
+    "smollm2": (576, 9, 3, 64, 1536, 49152, 5, 5),
 }
-POSITIONS = 4096
+POSITIONS, CONTEXT = 4096, 2048
 
 
 class Rows(gemm.Bench):
@@ -103,54 +107,76 @@ def calls(bench, model, rows):
     }  # fmt: skip
 
 
+def products(bench, models, row_counts, replays):
+    """One dict a row, model and number of token rows."""
+    for model in models:
+        for rows in row_counts:
+            for name, (outputs, cols, call) in calls(bench, model, rows).items():
+                count = max(16, min(256, int(gemm.ROTATED / (2 * outputs * cols))))
+                bench.dependent, bench.spills = True, False
+                us = timed([lambda i=i, call=call: call(i) for i in range(count)], replays)
+                assert not bench.spills, name
+                cut = split.choose(outputs, cols, bench.sms, whole=name == "head")
+                yield {
+                    "model": model, "row": name, "outputs": outputs, "cols": cols, "rows": rows, "us": us,
+                    "bytes": 2 * outputs * cols, "bare_us": bench.product(cut, rows, outputs, cols, replays, True),
+                    "cublas_us": bench.cublas(rows, outputs, cols, replays), "cut": cuts.words(cut),
+                    "error_over_terms": bench.error(cut, rows, outputs, cols) if rows <= 32 else None,
+                }  # fmt: skip
+
+
+def attention(bench, models, row_counts, replays):
+    """The same of attend."""
+    pool = torch.randn(2**28, device="cuda", dtype=torch.bfloat16)
+    for model in models:
+        heads = MODELS[model][1:4]
+        for rows in row_counts:
+            case = attend.Case(bench, pool, heads, rows, CONTEXT)
+            us = case.ours({}, replays)
+            yield {
+                "model": model, "row": "attend", "heads": heads, "rows": rows, "us": us,
+                "bytes": 2 * 2 * CONTEXT * heads[1] * heads[2], "error_over_terms": case.error({}),
+            }  # fmt: skip
+
+
+def line(found, copy):
+    size = "x".join(str(found[key]) for key in ("outputs", "cols")) if "cols" in found else "2048 keys"
+    peers = ""
+    if "cols" in found:
+        peers = f"{found['us'] / found['bare_us']:5.2f} x bare, cuBLAS {found['cublas_us'] / found['bare_us']:5.2f} x bare"
+    return (
+        f"{found['model']:12} {found['row']:8} {size:13} {found['rows']:3} rows {found['us']:8.2f} us "
+        f"{found['of_copy']:5.2f} of copy {peers} {found.get('cut', '')}"
+    )
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rows", default="1,16")
-    parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--replays", type=int, default=15)
+    parser.add_argument("--rows", default="1,4,16,32,128")
+    parser.add_argument("--models", default="qwen3-8b,qwen3-4b,llama-3.1-8b")
+    parser.add_argument("--replays", type=int, default=8)
     args = parser.parse_args()
-    bench, results, table = Rows(), [], []
-    copy, bench.wanted = copy_gb_s(), set()
+    bench, results, copy = Rows(), [], copy_gb_s()
     models, row_counts = args.models.split(","), [int(rows) for rows in args.rows.split(",")]
+    bench.wanted = set()
     for model in models:
         for rows in row_counts:
             for outputs, cols, call in calls(bench, model, rows).values():
                 call(0)
                 cut = split.choose(outputs, cols, bench.sms)
-                bench.wanted.add(cuts.kernel_of(cut, cut.token_tiles(rows)))
+                for _, count in cut.passes(cols, rows):
+                    bench.wanted.add(cuts.kernel_of(cut, cut.token_tiles(count)))
     cuts.compile_all(bench.device.arch, bench.wanted)
     bench.wanted = None
-    for model in models:
-        for rows in row_counts:
-            for name, (outputs, cols, call) in calls(bench, model, rows).items():
-                count = max(16, min(256, int(gemm.ROTATED / (2 * outputs * cols))))
-                launches = [lambda i=i, call=call: call(i) for i in range(count)]
-                bench.dependent = bench.spills = False
-                us = timed(launches, args.replays)
-                bench.dependent = True
-                overlapped = timed(launches, args.replays)
-                assert not bench.spills, name
-                cut = split.choose(outputs, cols, bench.sms, whole=name == "head")
-                bare, bare_overlapped = (
-                    bench.product(cut, rows, outputs, cols, args.replays, dependent)
-                    for dependent in (False, True)
-                )
-                gbs = 2 * outputs * cols / overlapped / 1e3
-                table.append(
-                    f"{model:9} {name:8} {outputs:6} x {cols:5} {rows:3} rows {us:8.2f} us {us / bare:5.2f} x bare, "
-                    f"dependent {overlapped:8.2f} us {overlapped / bare_overlapped:5.2f} x bare {gbs:6.0f} GB/s "
-                    f"{gbs / copy:5.2f} of copy  {cuts.words(cut)}"
-                )
-                print(table[-1], flush=True)
-                results.append({
-                    "model": model, "row": name, "outputs": outputs, "cols": cols, "rows": rows, "us": us,
-                    "dependent_us": overlapped, "bare_us": bare, "bare_dependent_us": bare_overlapped, "gb_s": gbs, "of_copy": gbs / copy,
-                    "cut": cuts.words(cut),
-                })  # fmt: skip
+    for kind in (products, attention):
+        for found in kind(bench, models, row_counts, args.replays):
+            found["of_copy"] = found["bytes"] / found["us"] / 1e3 / copy
+            results.append(found)
+            print(line(found, copy), flush=True)
     name = re.sub(r"\W+", "-", bench.name).strip("-").lower()
-    out = record.write(f"rows-{name}", {"results": results}, card=bench.name, copy_gb_s=copy)
+    out = record.write(f"kernels-{name}", {"results": results}, card=bench.name, copy_gb_s=copy)
     print(f"\n{bench.name}, copy {copy:.0f} GB/s; {out}")
-    print("\n".join(table))
+    print("\n".join(line(found, copy) for found in results))
 
 
 if __name__ == "__main__":
