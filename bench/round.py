@@ -60,7 +60,7 @@ def parts(engine, s, context, repeat):
             ops.upload(buffer, np.array([value], np.int32))
 
     def timed(fn, together=1):
-        program, times = ops.program(fn), []
+        program, times = ops.program(fn, ops.bucket(context + 2 * s.block)), []
         for i in range(repeat + 3):
             place()
             ops.download(s.start)

@@ -71,7 +71,7 @@ def kernels(stamps):
 def rounds_of(engine, s, how, count, context):
     """Kernels of `count` replays of a round (arguments of one_round), one list each."""
     ops, found = engine.ops, []
-    program = ops.program(lambda: one_round(engine, s, *how))
+    program = ops.program(lambda: one_round(engine, s, *how), ops.bucket(context + 2 * s.block))
     for i in range(count + 3):
         for buffer, value in (
             (s.start, context), (s.fresh, s.block), (s.done, 0), (s.left, 10**6), (s.anchor, 5)

@@ -31,6 +31,7 @@ class HostBackend:
         return buffer.copy()
 
     rounds_ahead = 0  # a program has run when `start` returns
+    buckets = ()  # contexts with programs of their own
 
     def start(self, program, *buffers):
         """Run a program; returns a function that gives (its seconds, host copies of the buffers...)."""
@@ -40,7 +41,7 @@ class HostBackend:
         copies = [self.download(buffer) for buffer in buffers]
         return lambda: (seconds, *copies)
 
-    def compile(self, calls):
+    def compile(self, calls, bucket=None):
         """A program that replays checked calls in order."""
         return Replay([(function, args) for _, function, args in calls])
 

@@ -78,11 +78,18 @@ class Ops:
         finally:
             self._recording = None
 
-    def program(self, fn):
-        """Run `fn()` once in recording and return what replays it: `.launch()`, same buffers, no checks."""
+    def program(self, fn, bucket=None):
+        """Run `fn()` once in recording and return what replays it: `.launch()`, same buffers, no checks.
+
+        bucket: of `bucket`, for programs whose rows see no key behind it.
+        """
         with self.record() as calls:
             fn()
-        return self.backend.compile(calls)
+        return self.backend.compile(calls, bucket)
+
+    def bucket(self, keys):
+        """The context that a program for rows with so many keys is recorded for; None: any."""
+        return next((bucket for bucket in self.backend.buckets if keys <= bucket), None)
 
 
 def check(row, args, activations):

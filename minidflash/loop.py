@@ -90,7 +90,8 @@ def sample_rounds(engine, s, request, timing, number, first):
                     break  # not needed; or what this one commits decides whether the next one injects
                 is_injecting = request.drafts and (width > 1 or waiting == s.block)
                 read = s.record, *([s.logprob[:width]] if is_scored else [])
-                result = ops.start(program(engine, s, request, width, is_injecting), *read)
+                keys = len(request.ids) + committed + coming + s.block
+                result = ops.start(program(engine, s, request, width, is_injecting, keys), *read)
                 started.append((width, is_injecting, result))
             width, is_injecting, result = started.popleft()
             cost, (record,), *scores = result()
@@ -131,12 +132,15 @@ def one_round(engine, s, drafts, width, is_injecting, choice="likeliest"):
     )
 
 
-def program(engine, s, request, width, is_injecting):
-    """The recorded round of this kind; recorded once, replayed from then on: seed and law lie on the device."""
-    key = request.drafts, width, is_injecting, request.sampling.choice
-    if key not in engine.programs:
-        engine.programs[key] = engine.ops.program(lambda: one_round(engine, s, *key))
-    return engine.programs[key]
+def program(engine, s, request, width, is_injecting, keys):
+    """The recorded round of this kind; recorded once, replayed from then on: seed and law lie on the device.
+
+    keys: that its rows see at most.
+    """
+    how, bucket = (request.drafts, width, is_injecting, request.sampling.choice), engine.ops.bucket(keys)
+    if (how, bucket) not in engine.programs:
+        engine.programs[how, bucket] = engine.ops.program(lambda: one_round(engine, s, *how), bucket)
+    return engine.programs[how, bucket]
 
 
 def start_schedule(engine, s, request):
@@ -162,7 +166,8 @@ def start_schedule(engine, s, request):
     def run(width):
         for buffer, value in ((s.start, 0), (s.fresh, 0), (s.left, 2 * s.block), (s.done, 0), (s.anchor, 0)):
             engine.ops.upload(buffer, np.array([value], np.int32))
-        return engine.ops.start(program(engine, s, request, width, width > 1), s.record)()[0]
+        keys = len(request.ids) + request.max_tokens + s.block
+        return engine.ops.start(program(engine, s, request, width, width > 1, keys), s.record)()[0]
 
     if is_new:
         request.sampling.place(engine.ops, s, 0)

@@ -32,7 +32,7 @@ def warm_up(engine, progress=None):
         begin(engine, s, request, 0, first)
         for done, width in enumerate(widths):
             show(label, 1 + done, total)
-            program(engine, s, request, width, width > 1).launch()
+            program(engine, s, request, width, width > 1, 1 + s.block).launch()
         engine.ops.download(s.record)
         show(label, total, total)
     finally:

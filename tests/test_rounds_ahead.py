@@ -39,7 +39,9 @@ def told(engine, **options):
     """What a run says, but for its times."""
     rounds = list(md.stream(engine, PROMPT, **options))
     assert engine.open == 0, "a round's result was never asked for"
-    return [(r.tokens, r.drafted, r.accepted, r.verify, r.finish_reason, r.sample, r.logprobs) for r in rounds]
+    return [
+        (r.tokens, r.drafted, r.accepted, r.verify, r.finish_reason, r.sample, r.logprobs) for r in rounds
+    ]
 
 
 CASES = {
@@ -73,6 +75,31 @@ def test_a_stop_inside_a_round_drops_what_was_started_after_it(engine):
     finally:
         engine.stop_ids = stop
     assert want[-1][4] == "stop"
+
+
+def test_programs_are_recorded_for_contexts(engine, monkeypatch):
+    """A round's program may be of a bucket only if it holds all keys that the round's rows see."""
+    engine.ahead(1)
+    want, recorded, plain = told(engine, max_tokens=90, verify=64), [], engine.ops.program
+    monkeypatch.setattr(type(engine.ops.backend), "buckets", (40, 64))
+    monkeypatch.setattr(engine, "programs", {})
+
+    def noted(fn, bucket=None):
+        program = plain(fn, bucket)
+
+        class Checked:
+            @staticmethod
+            def launch():
+                program.launch()
+                last = int(engine.ops.download(engine.state.rows.end)[:16].max())
+                assert bucket is None or last <= bucket, f"{last} keys in a program for {bucket}"
+
+        recorded.append(bucket)
+        return Checked
+
+    monkeypatch.setattr(engine.ops, "program", noted)
+    assert told(engine, max_tokens=90, verify=64) == want
+    assert recorded == [40, 64, None]
 
 
 def test_auto_gives_the_same_ids(engine):

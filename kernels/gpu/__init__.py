@@ -31,6 +31,7 @@ class GpuBackend:
         self.activations, self.device, self.sms = activations, device, device.sms
         self.variants = {}  # row -> "plain" or "fast", as it ran last
         self.is_preparing = False  # compile and load what a launch needs, launch nothing
+        self.bucket = None  # keys behind which no row of the launch sees; None: it may
         for row in ROWS:
             setattr(self, row, partial(self._run, row))
 

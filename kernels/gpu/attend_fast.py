@@ -16,10 +16,10 @@ def work_size(backend):
 
 
 class Shape:
-    """How one call is cut. rows: T. Tuning: cluster, terms as the macros; splits: units a row at most."""
+    """How one call is cut. rows: T. keys: that any row sees. Tuning: cluster, terms as the macros; splits: units a row at most."""
 
     def __init__(self, rows, heads, groups, size, slots, sms, is_windowed=False, group=None, cluster=CLUSTER, terms=TERMS,
-                 steps=None, splits=None):  # fmt: skip
+                 steps=None, splits=None, keys=None):  # fmt: skip
         self.size, self.ratio, self.groups, self.cluster = size, heads // groups, groups, cluster
         steps = steps or (8 if size == 64 else 4)  # 64 keys a step: 7 % faster, but spills with heads of 128
         # A set ends where its slot does: the rows of a slot are taken in equal parts.
@@ -33,7 +33,12 @@ class Shape:
         if splits is None:  # so many clusters as two blocks on each of 120 of 132 multiprocessors are
             splits = max(1, max(1, 2 * (sms - sms // 11) // cluster) // groups) * cluster
         self.splits = splits
-        self.clusters = max(1, splits // cluster) + (is_windowed and splits > 0)  # a window begins anywhere
+        units = (
+            min(splits, -(-keys // LEAF)) if keys else splits
+        )  # of the longest row: a leaf is a unit at least
+        self.clusters = max(1, -(-units // cluster)) + (
+            is_windowed and splits > 0
+        )  # a window begins anywhere
         self.defines = {
             "HEAD": size, "TILES": self.tiles, "GROUP": self.most, "CLUSTER": cluster, "TERMS": terms,
             "COLUMN_TILES": steps,
@@ -52,7 +57,8 @@ def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, 
     slots, groups, room, _ = cache_k.shape
     if backend.activations != "bf16" or size not in (64, 128) or heads // groups > 64:
         return None
-    shape = Shape(rows, heads, groups, size, slots, backend.sms, bool(window), **tuning)
+    keys = min(getattr(backend, "bucket", None) or room, room)
+    shape = Shape(rows, heads, groups, size, slots, backend.sms, bool(window), **{"keys": keys} | tuning)
     count = shape.rows_a_pass(work.size) if shape.splits else rows  # uncut needs no workspace
     if not count:
         return None

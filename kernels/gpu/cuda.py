@@ -66,6 +66,7 @@ class CudaBackend(GpuBackend):
     # (H100, Qwen3-8B: 3,168 launches, 220 ms). At 2,048 every product has whole waves of its largest tile.
     prefill_chunk = 2048
     rounds_ahead = 1  # the host reads a round's record while the next one runs
+    buckets = 512, 1024, 2048  # behind them attention's grid is what the card holds
 
     def __init__(self, activations, device=0, graph=True, dependent=True):
         self._cupy = cupy = _cupy()
@@ -166,17 +167,18 @@ class CudaBackend(GpuBackend):
         self._staging = self._staging or Staging(self.device)
         return self._staging
 
-    def compile(self, calls):
+    def compile(self, calls, bucket=None):
         """A program that replays checked calls in order: a graph, or the calls one by one (graph=False)."""
         self._staging = None  # a round is being recorded: the weights are there
         program = Replay([(function, args) for _, function, args in calls])
         with self._failures:
-            self.is_preparing = True  # no kernel may be loaded during a capture
+            self.is_preparing, self.bucket = True, bucket  # no kernel may be loaded during a capture
             try:
                 program.launch()
-            finally:
                 self.is_preparing = False
-            return Graph(self, program) if self.mode == "graph" else program
+                return Graph(self, program) if self.mode == "graph" else program
+            finally:
+                self.is_preparing, self.bucket = False, None
 
 
 class Graph:

@@ -106,6 +106,15 @@ def test_one_row_has_the_bits_of_many(ops, rng, variant, window):
             assert_same_bits(alone[0], many[row], f"row {row} at {context}")
 
 
+def test_a_grid_for_few_keys_has_the_same_bits(ops, rng):
+    """What a graph of a context's bucket launches: no clusters past the keys. With and without a window, which may begin in any cluster."""
+    for context, window in ((120, 0), (1000, 0), (1400, 0), (2300, 0), (1400, 700)):
+        case = make(rng, range(context, context + 16), (4, 1, 64), window=window)
+        whole = call(ops, case, splits=24)
+        for keys in (context + 16, context + 300, 9999):
+            assert_same_bits(call(ops, case, splits=24, keys=keys), whole, f"{keys} keys at {context}")
+
+
 def test_many_clusters_merge(ops, rng):
     """A context of three clusters, and one whose units are two leaves."""
     for context, splits in ((2100, 24), (2040, 8)):
