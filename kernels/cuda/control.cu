@@ -2,7 +2,7 @@
  * Grid:   one block a slot, 32 threads.
  * Moves:  a few hundred bytes; bound by latency, so lanes look at the block's slots side by side.
  * Source: models.md 7.4, engine.md 2. Truth: oracle.py stage, stage_context, accept. */
-#include "common.cuh"
+#include "sm90.cuh"
 
 constexpr int STOPPED = 1, OUT_OF_BUDGET = 2;
 
@@ -10,6 +10,8 @@ constexpr int STOPPED = 1, OUT_OF_BUDGET = 2;
 extern "C" __global__ void stage(const int* anchor, const int* start, const int* fresh, const int* done,
                                  const int* fill, int* ids, int* slot, int* pos, int* begin, int* end,
                                  int* row, int width, int B) {
+    griddep_launch();
+    griddep_wait();
     int n = blockIdx.x, first = start[n];
     for (int i = threadIdx.x; i < width; i += blockDim.x) {
         int r = n * width + i, tap = fresh[n] + i;
@@ -24,6 +26,8 @@ extern "C" __global__ void stage(const int* anchor, const int* start, const int*
 
 /* Addresses of the context features that wait; then none does. */
 extern "C" __global__ void stage_context(const int* start, int* fresh, int* slot, int* pos, int width) {
+    griddep_launch();
+    griddep_wait();
     int n = blockIdx.x, count = fresh[n];
     __syncthreads();  // all have read it
     for (int i = threadIdx.x; i < width; i += blockDim.x) {
@@ -49,6 +53,8 @@ __device__ __forceinline__ int first_where(int count, Claim claim) {
 extern "C" __global__ void accept(const int* drafts, const int* choice, const int* stop, int* start,
                                   int* anchor, int* fresh, int* left, int* done, int* record, int width,
                                   int B, int X) {
+    griddep_launch();
+    griddep_wait();
     int n = blockIdx.x, budget = left[n];
     bool is_done = done[n] != 0;
     drafts += n * B;

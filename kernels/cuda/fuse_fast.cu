@@ -35,6 +35,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     Task task = make_task(rows, cols, tiles, slices);
     float* y = work + SQUARES * slices + (size_t)tiles * slices * UNITS * 64;  // behind the slices' sums
     KeepRows sink{task, y, counters, work, outputs};
+    if ((int)blockIdx.x < rows)  // for the end
+        for (int n = 8 * threadIdx.x; n < outputs; n += 8 * THREADS) prefetch_l2(norm + n);
     skinny<false>(task, Weights{cols, w}, taps, nullptr, nullptr, nullptr, sink);
     int normers = min(rows, (int)gridDim.x);
     __syncthreads();

@@ -69,6 +69,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     int count = gridDim.x * FINISHERS;
     for (int row = warp_index(); row < rows; row += THREADS / 32) {
         Best best{-infinity(), 0x7fffffff};
+#pragma unroll 8
         for (int i = lane_index(); i < count; i += 32) {
             float2 bits = __ldcg(bests + (size_t)row * count + i);
             best = better(best, Best{bits.x, __float_as_int(bits.y)});

@@ -139,6 +139,9 @@ __device__ __forceinline__ void skinny(const Task& task, const Matrix& weights, 
         }
     }
     if (threadIdx.x == 0) barriers.init(task);
+    if (IS_NORMED)  // nobody writes it: the tokens need not wait for it after the kernel ahead has ended
+        for (int k = 32 * task.begin + 8 * threadIdx.x; k < min(32 * task.end, task.cols); k += 8 * THREADS)
+            prefetch_l2(norm + k);
     if (EARLY_LAUNCH && warp_index() == 0) griddep_launch();
     if (CLUSTER_MERGE)
         cluster_sync();  // the other blocks' barriers are there too

@@ -176,15 +176,20 @@ def inject(backend, f, wkv, kv_bias, k_norm, eps, cos, sin, slot, pos, cache_k, 
 def stage(backend, anchor, start, fresh, done, fill, ids, slot, pos, begin, end, row):
     slots, width = len(anchor), len(ids) // len(anchor)
     args = [anchor, start, fresh, done, fill, ids, slot, pos, begin, end, row, width, fill.shape[1]]
-    backend.launch("control.cu", "stage", slots, 32, 0, args)
+    _control(backend, "stage", slots, args)
 
 
 def stage_context(backend, start, fresh, slot, pos):
     args = [start, fresh, slot, pos, len(slot) // len(start)]
-    backend.launch("control.cu", "stage_context", len(start), 32, 0, args)
+    _control(backend, "stage_context", len(start), args)
 
 
 def accept(backend, drafts, choice, stop, start, anchor, fresh, left, done, record):
     args = [drafts, choice, stop, start, anchor, fresh, left, done, record]
     args += [len(choice) // len(start), drafts.shape[1], len(stop)]
-    backend.launch("control.cu", "accept", len(start), 32, 0, args)
+    _control(backend, "accept", len(start), args)
+
+
+def _control(backend, kernel, slots, args):
+    dependent = getattr(backend, "dependent", False)
+    backend.launch("control.cu", kernel, slots, 32, 0, args, dependent=dependent)
