@@ -1,10 +1,10 @@
 """Loading: a sharded safetensors checkpoint of true Qwen3-8B shape from the page cache to packed device memory.
 
-    python bench/load.py [--folder /dev/shm] [--layers 36] [--pieces MB ...] [--threads N ...] [--spare N ...]
+    python bench/load.py [--folder /dev/shm] [--layers 36] [--pieces MB ...] [--threads N ...] [--buffers N ...]
 
 In one call: the rate of pinned memory to the device; of threads that read the files into such buffers, without a device;
 of the engine's own path (engine.build: read, copy, pack, allocation of both sides included). Several pieces, threads or
-spares: every combination is tried. Writes bench/results/load.json, or into $OUT.
+buffers: every combination is tried. Writes bench/results/load.json, or into $OUT.
 """
 
 import argparse
@@ -142,7 +142,7 @@ def main():
     for name, default in (
         ("pieces", staging.PIECE >> 20),
         ("threads", staging.THREADS),
-        ("spare", staging.SPARE),
+        ("buffers", staging.BUFFERS),
     ):
         parser.add_argument(f"--{name}", type=int, nargs="+", default=[default])
     args = parser.parse_args()
@@ -168,13 +168,13 @@ def measure(ops, config, folder, args):
         print(f"pinned memory to device {found['pinned_gb_per_s']} GB/s", flush=True)
     tensors = open_tensors(folder)[0]
     found["loads"] = []
-    for piece, threads, spare in itertools.product(args.pieces, args.threads, args.spare):
-        staging.PIECE, staging.THREADS, staging.SPARE = piece << 20, threads, spare
+    for piece, threads, buffers in itertools.product(args.pieces, args.threads, args.buffers):
+        staging.PIECE, staging.THREADS, staging.BUFFERS = piece << 20, threads, buffers
         read = read_rate(tensors, threads, piece << 20)
         seconds = [load_seconds(ops.name, config, tensors) for _ in range(args.repeat)]
         rate = size / median(seconds)
         one = {
-            "piece_mb": piece, "threads": threads, "spare": spare, "read_gb_per_s": round(read / 1e9, 2),
+            "piece_mb": piece, "threads": threads, "buffers": buffers, "read_gb_per_s": round(read / 1e9, 2),
             "gb_per_s": round(rate / 1e9, 2), "seconds": [round(s, 3) for s in seconds],
         }  # fmt: skip
         if ops.name == "cuda":

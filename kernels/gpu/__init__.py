@@ -63,10 +63,10 @@ class GpuBackend:
 
         role: embed, head, q, kv, o, gate_up, down, fc or "". Errors: UserError when memory runs out.
         """
-        is_half = all(part.dtype == "BF16" for part in parts)
+        is_half = stored_type(parts) is np.uint16
         found = fast.pack(self, parts, role) if is_half and self.activations == "bf16" else None
         if found is None:
-            data = self.load(parts, np.uint16 if is_half else np.float32)
+            data = self.load(parts, stored_type(parts))
             found = Weight(*data.shape, "bf16" if is_half else "f32", "plain", data)
         for part in parts:
             part.drop()
@@ -75,6 +75,11 @@ class GpuBackend:
     def raw(self, parts):
         """(rows, cols) u16 on the device: BF16 tensors stacked, for a kernel that packs them. See fast.py."""
         return self.load(parts, np.uint16)
+
+
+def stored_type(parts):
+    """In which type stacked tensors are kept: u16, as bf16 bits, or f32."""
+    return np.uint16 if all(part.dtype == "BF16" for part in parts) else np.float32
 
 
 def stacked_shape(parts):

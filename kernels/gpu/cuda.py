@@ -1,6 +1,7 @@
 """The cuda backend: CuPy arrays on one stream, weights through pinned memory, a round captured once as a graph."""
 
 import weakref
+from collections import deque
 
 import numpy as np
 
@@ -8,7 +9,7 @@ from ...errors import UserError
 from ..host import Replay
 from ..launch import CudaDevice
 from ..ops import DTYPES, storage
-from . import GpuBackend, as_stored, stacked_shape
+from . import GpuBackend, as_stored, stacked_shape, stored_type
 from .staging import HostArray, Staging
 
 
@@ -76,7 +77,7 @@ class CudaBackend(GpuBackend):
         self._failures = _Failures(self)
         self._place = cupy.cuda.Device(device)
         self._stream = cupy.cuda.ExternalStream(self.device.stream, device)
-        self._staging = None
+        self._forget_staging()
 
     def machine(self):
         """One line about the card and how rounds reach it."""
@@ -144,32 +145,43 @@ class CudaBackend(GpuBackend):
             return self._cupy.cuda.runtime.memGetInfo()[0] + self._cupy.get_default_memory_pool().free_bytes()
 
     def read_ahead(self, weights):
-        """Announce the parts of the next calls of `weight`, in order: they are read while earlier ones are copied.
+        """Announce the parts of the next calls of `weight`, in order: one is read while the one before it is packed.
 
-        weights: lists of checkpoint tensors. Tensors that need another type here are read when they are asked for.
+        weights: the lists of checkpoint tensors that `weight` will get.
         """
+        self._coming.extend(weights)
         with self._failures:
-            for parts in weights:
-                dtype = np.uint16 if all(part.dtype == "BF16" for part in parts) else np.float32
-                self._stage().read_ahead([part for part in parts if is_stored_as(part, dtype)])
+            self._begin_next()
 
     def load(self, parts, dtype):
         """Device array (rows, cols) of tensors stacked along rows, in u16 or f32."""
-        data, at = self.empty(stacked_shape(parts), dtype), 0
         with self._failures:
-            for part in parts:
-                source = part if is_stored_as(part, dtype) else HostArray(as_stored(part, dtype))
-                self._stage().copy(source, data.data.ptr + at)
-                at += source.nbytes
-        return data
+            if self._begun and self._begun[0] is parts:
+                (_, transfer), self._begun = self._begun, None
+            else:
+                transfer = self._begin(parts, dtype)
+            self._begin_next()
+            transfer.wait()
+        return transfer.array
 
-    def _stage(self):
+    def _forget_staging(self):
+        """No weight is announced or under way: threads and pinned buffers go."""
+        self._staging, self._coming, self._begun = None, deque(), None  # (parts, Transfer) of the next load
+
+    def _begin(self, parts, dtype):
+        """The Transfer of stacked tensors, whose bytes begin to come."""
         self._staging = self._staging or Staging(self.device)
-        return self._staging
+        sources = [p if is_stored_as(p, dtype) else HostArray(as_stored(p, dtype)) for p in parts]
+        return self._staging.begin(sources, self.empty(stacked_shape(parts), dtype))
+
+    def _begin_next(self):
+        if self._coming and self._begun is None:
+            parts = self._coming.popleft()
+            self._begun = parts, self._begin(parts, stored_type(parts))
 
     def compile(self, calls, bucket=None):
         """A program that replays checked calls in order: a graph, or the calls one by one (graph=False)."""
-        self._staging = None  # a round is being recorded: the weights are there
+        self._forget_staging()  # a round is being recorded: the weights are there
         program = Replay([(function, args) for _, function, args in calls])
         with self._failures:
             self.is_preparing, self.bucket = True, bucket  # no kernel may be loaded during a capture

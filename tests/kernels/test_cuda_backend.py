@@ -177,49 +177,49 @@ def test_start_times_a_program_and_fetches_what_it_left(opened):
 
 
 @pytest.fixture
-def small_ring(monkeypatch):
+def small_buffers(monkeypatch):
     """Pinned buffers so few and small that each is filled many times. Returns their number."""
-    for name, value in {"PIECE": 1000, "THREADS": 2, "SPARE": 1, "COPIES": 1}.items():
+    for name, value in {"PIECE": 1000, "THREADS": 2, "BUFFERS": 1}.items():
         monkeypatch.setattr(staging, name, value)
-    return 3
+    return 2
 
 
-def test_weights_are_copied_piece_by_piece(opened, rng, small_ring):
+def test_weights_are_copied_piece_by_piece(opened, rng, small_buffers):
     ops, driver = opened()
     parts = [Make(rng, weights="bf16").w(50, 33), Make(rng, weights="bf16").w(7, 33)]
     found = ops.weight(parts, "q")
     assert (found.dtype, found.layout, found.shape) == ("bf16", "plain", (57, 33))
     assert (ops.download(found.data) == np.concatenate([p.array for p in parts])).all()
-    assert driver.count("cuMemcpyHtoDAsync") == 4 + 1 and driver.count("cuMemHostAlloc") == small_ring
+    assert driver.count("cuMemcpyHtoDAsync") == 4 + 1
+    assert 1 <= driver.count("cuMemHostAlloc") <= small_buffers
     mixed = ops.weight([Make(rng, weights="f32").w(5, 8), Make(rng, weights="bf16").w(3, 8)])
     assert mixed.dtype == "f32" and not (ops.download(mixed.data)[5:].view(np.uint32) & 0xFFFF).any()
 
 
 def written(folder, rng, count=4):
-    """Checkpoint tensors w0, w1 ... in a file: 50 x 33 u16 each, which are 4 pieces of the small ring."""
+    """Checkpoint tensors w0, w1 ... in a file, each alone in a list: 50 x 33 u16, which are 4 small pieces."""
     from safetensors.numpy import save_file
 
     arrays = {f"w{i}": rng.integers(0, 2**16, (50, 33)).astype(np.uint16) for i in range(count)}
     save_file(arrays, folder / "model.safetensors")
     found = open_tensors(folder)[0]
-    return [replace(found[name], dtype="BF16") for name in arrays]
+    return [[replace(found[name], dtype="BF16")] for name in arrays]
 
 
 @pytest.mark.parametrize("asked", [[0, 1, 2, 3], [0, 2, 3, 1], [3, 0, 0], [1]], ids=str)
-def test_what_is_read_ahead_may_be_asked_for_in_any_order(opened, rng, small_ring, tmp_path, asked):
+def test_what_is_announced_may_be_asked_for_in_any_order(opened, rng, small_buffers, tmp_path, asked):
     ops, driver = opened()
-    tensors = written(tmp_path, rng)
-    ops.read_ahead([[tensor] for tensor in tensors])
+    weights = written(tmp_path, rng)
+    ops.read_ahead(weights)
     for i in asked:
-        assert (ops.download(ops.weight([tensors[i]], "q").data) == tensors[i].array).all()
-    assert driver.count("cuMemcpyHtoDAsync") == 4 * len(asked)
-    assert driver.count("cuMemHostAlloc") == small_ring
+        assert (ops.download(ops.weight(weights[i], "q").data) == weights[i][0].array).all()
+    assert driver.count("cuMemHostAlloc") <= small_buffers
 
 
-def test_reading_runs_ahead_of_the_copies(opened, rng, small_ring, tmp_path):
-    """Pieces of the second tensor are read though only the first was asked for; none is read twice."""
+def test_the_next_weight_is_read_before_it_is_asked_for(opened, rng, small_buffers, tmp_path):
+    """And nothing is read twice."""
     ops, _ = opened()
-    tensors, seen, is_ahead = written(tmp_path, rng, 2), [], threading.Event()
+    weights, seen, is_ahead = written(tmp_path, rng, 2), [], threading.Event()
 
     class Watched:
         def __init__(self, tensor):
@@ -234,25 +234,37 @@ def test_reading_runs_ahead_of_the_copies(opened, rng, small_ring, tmp_path):
                 is_ahead.set()
             self.tensor.read_into(buffer, first)
 
-    watched = [Watched(tensor) for tensor in tensors]
-    ops.read_ahead([[one] for one in watched])
-    ops.weight(watched[:1], "q")
+    watched = [[Watched(parts[0])] for parts in weights]
+    ops.read_ahead(watched)
+    ops.weight(watched[0], "q")
     assert is_ahead.wait(10)
-    ops.weight(watched[1:], "q")
+    ops.weight(watched[1], "q")
     assert sorted(seen) == [(name, first) for name in ("w0", "w1") for first in (0, 1000, 2000, 3000)]
 
 
-def test_a_file_that_shrinks_while_it_is_read_is_one_line(opened, rng, small_ring, tmp_path):
+def test_a_file_that_shrinks_while_it_is_read_is_one_line(opened, rng, small_buffers, tmp_path):
     ops, _ = opened()
-    tensors = written(tmp_path, rng)
-    os.truncate(tensors[0].path, tensors[2].start + 1500)
-    ops.read_ahead([[tensor] for tensor in tensors])
-    ops.weight(tensors[:1], "q"), ops.weight(tensors[1:2], "q")
+    weights = written(tmp_path, rng)
+    (third,), (last,) = weights[2:]
+    os.truncate(third.path, third.start + 1500)
+    ops.read_ahead(weights)
+    ops.weight(weights[0], "q"), ops.weight(weights[1], "q")
     with pytest.raises(UserError, match="cut off while it was read, in tensor w2") as caught:
-        ops.weight(tensors[2:3], "q")
+        ops.weight(weights[2], "q")
     assert "\n" not in str(caught.value) and caught.value.hint
-    os.truncate(tensors[0].path, tensors[3].start + tensors[3].nbytes)  # and the ring is not stuck
-    assert not ops.download(ops.weight(tensors[3:], "q").data).any()
+    os.truncate(last.path, last.start + last.nbytes)  # and the threads live on
+    assert not ops.download(ops.weight([last], "q").data).any()
+
+
+@pytest.mark.parametrize(
+    "call", ["cuCtxSetCurrent", "cuMemHostAlloc", "cuMemcpyHtoDAsync", "cuEventSynchronize"]
+)
+def test_a_driver_that_fails_in_a_thread_is_one_line(opened, rng, small_buffers, tmp_path, call):
+    ops, driver = opened()
+    driver.fails[call] = driver.real.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
+    with pytest.raises(UserError, match="the GPU failed: .*ILLEGAL_ADDRESS") as caught:
+        ops.weight(written(tmp_path, rng, 1)[0], "q")
+    assert caught.value.code == 3 and "\n" not in str(caught.value)
 
 
 def test_buffers_come_back_as_they_were_put(opened, rng):
