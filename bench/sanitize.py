@@ -1,20 +1,24 @@
 """The kernel tests on the GPU under compute-sanitizer: memcheck, racecheck and synccheck, many processes at a time.
 
-    python bench/sanitize.py [--tool PATH] [--checks racecheck ...] [--parts fast_gemm ...] [--jobs 12] [--seconds 90]
+    python bench/sanitize.py [--tool PATH] [--checks racecheck ...] [--parts fast_gemm ...] [--most 16] [--jobs 12]
 
-A part is a file of tests/kernels, without the tests named in BIG, whose shapes are no small ones; `round` is whole rounds
-of a toy model, plain and drafted. Each check must also find the mistake planted for it. Exit code 1 unless all is clean.
-Writes bench/results/sanitizer.json, or into $OUT.
+A part is a file of tests/kernels: at most --most of its tests, some of every function, of small shapes (not BIG); `round`
+is whole rounds of a toy model, plain and drafted. Each check must also find the mistake planted for it. Exit code 1
+unless all is clean. Writes bench/results/sanitizer.json, or into $OUT.
 """
 
 import argparse
 import itertools
+import os
+import random
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,6 +38,7 @@ LONG = (
 OTHERS = "compile", "cuda_backend", "emulate", "launch", "table"  # no kernels, or none on a GPU
 PARTS = [file.stem.removeprefix("test_") for file in (ROOT / "tests" / "kernels").glob("test_*.py")]
 PARTS = [*LONG, *sorted(set(PARTS) - {*LONG, *OTHERS}), "round"]
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
 BIG = "long or many or fit or 4096"
 # One mistake for each check, which it must report: a write past the end; a read of what another warp writes; a lane that
 # its own mask leaves out.
@@ -76,24 +81,39 @@ def inside(part):
     print("1 passed")
 
 
-def command(part):
-    """The command of a part, to run alone or under the tool."""
+def command(part, most):
+    """The command of a part, to run under the tool."""
     if part == "round" or part in CHECKS:
         return [sys.executable, __file__, "--inside", part]
-    return [
-        sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-k", f"not ({BIG})", "-p", "no:cacheprovider", "--tb=short",
-        f"tests/kernels/test_{part}.py",
-    ]  # fmt: skip
+    return [*PYTEST, "--tb=short", *some_tests(part, most)]
+
+
+@cache
+def some_tests(part, most):
+    """Names of at most so many tests of a file, in turn from each of its functions; the same at every run."""
+    words = [*PYTEST, "--collect-only", "-m", "gpu", "-k", f"not ({BIG})", f"tests/kernels/test_{part}.py"]
+    found = subprocess.run(words, check=False, cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
+    functions = {}
+    for name in found:
+        if "::" in name:
+            functions.setdefault(name.split("[")[0], []).append(name)
+    for names in functions.values():
+        random.Random(0).shuffle(names)
+    turns = itertools.zip_longest(*functions.values())
+    return [name for names in turns for name in names if name][:most]
 
 
 def run(words, seconds):
     """{"is_clean", "passed", "seconds", "words": the tool's summaries, "text"} of a command."""
     since = time.perf_counter()
+    process = subprocess.Popen(
+        words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
     try:
-        done = subprocess.run(words, check=False, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
-        text, code = done.stdout + done.stderr, done.returncode
-    except subprocess.TimeoutExpired as error:
-        text, code = (error.stdout or b"").decode(errors="replace"), f"not ended after {seconds:.0f} s"
+        text, code = process.communicate(timeout=seconds)[0], process.returncode
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # the tool and what runs under it
+        text, code = process.communicate()[0], f"not ended after {seconds:.0f} s"
     passed = re.search(r"(\d+) passed", text)
     summaries = re.findall(r"=+ ((?:ERROR|RACECHECK) SUMMARY: .*|Warning: .*)", text)
     return {
@@ -102,10 +122,10 @@ def run(words, seconds):
     }  # fmt: skip
 
 
-def check(tool, name, part, seconds):
+def check(tool, name, part, most, seconds):
     """A part under one check. A planted mistake is clean when it is found."""
     options = ["--tool", name, "--error-exitcode", "9", "--num-cuda-barriers", "32", "--print-limit", "20"]
-    found = run([tool, *options, *command(part)], seconds)
+    found = run([tool, *options, *command(part, most)], seconds)
     if part in CHECKS:
         found["is_clean"] = bool(re.search(r"SUMMARY: [1-9]", found["words"]))
     if not found["is_clean"]:
@@ -121,6 +141,7 @@ def main():
     parser.add_argument("--tool", default="compute-sanitizer", help="the program")
     parser.add_argument("--checks", nargs="+", default=CHECKS, choices=CHECKS)
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
+    parser.add_argument("--most", type=int, default=16, help="tests of a part at most")
     parser.add_argument("--jobs", type=int, default=12, help="processes at a time")
     parser.add_argument("--seconds", type=float, default=90, help="a part at most")
     args = parser.parse_args()
@@ -129,7 +150,7 @@ def main():
     version = subprocess.run([args.tool, "--version"], check=True, capture_output=True, text=True).stdout
     with ThreadPoolExecutor(args.jobs) as pool:
         jobs = [*((c, c) for c in args.checks), *itertools.product(args.checks, args.parts)]
-        done = list(pool.map(lambda job: check(args.tool, *job, args.seconds), jobs))
+        done = list(pool.map(lambda job: check(args.tool, *job, args.most, args.seconds), jobs))
     found = {name: {"is_clean": True, "passed": 0, "parts": {}} for name in args.checks}
     for name, part, one in done:
         whole = found[name]
