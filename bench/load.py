@@ -138,7 +138,8 @@ def main():
     parser.add_argument("--shape", default="qwen3-8b")
     parser.add_argument("--layers", type=int, help="fewer than the shape has")
     parser.add_argument("--backend", default="cuda")
-    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=60, help="no further repeat after this long")
     for name, default in (
         ("pieces", staging.PIECE >> 20),
         ("threads", staging.THREADS),
@@ -163,22 +164,35 @@ def measure(ops, config, folder, args):
     size = write_checkpoint(folder, config)
     print(f"{size / 1e9:.2f} GB written in {time.perf_counter() - since:.1f} s", flush=True)
     found = {"shape": args.shape, "layers": config.layers, "gb": round(size / 1e9, 3), "backend": ops.name}
-    if ops.name == "cuda":
-        found["pinned_gb_per_s"] = round(pinned_rate(ops.backend.device) / 1e9, 2)
-        print(f"pinned memory to device {found['pinned_gb_per_s']} GB/s", flush=True)
     tensors = open_tensors(folder)[0]
-    found["loads"] = []
-    for piece, threads, buffers in itertools.product(args.pieces, args.threads, args.buffers):
-        staging.PIECE, staging.THREADS, staging.BUFFERS = piece << 20, threads, buffers
-        read = read_rate(tensors, threads, piece << 20)
-        seconds = [load_seconds(ops.name, config, tensors) for _ in range(args.repeat)]
-        rate = size / median(seconds)
-        one = {
-            "piece_mb": piece, "threads": threads, "buffers": buffers, "read_gb_per_s": round(read / 1e9, 2),
-            "gb_per_s": round(rate / 1e9, 2), "seconds": [round(s, 3) for s in seconds],
-        }  # fmt: skip
+    rings = list(itertools.product(args.pieces, args.threads, args.buffers))
+    pinned, read, seconds = [], {ring: [] for ring in rings}, {ring: [] for ring in rings}
+    for _ in range(args.repeat):  # in turns, since others may load the host's memory for a while
         if ops.name == "cuda":
-            one["of_pinned"] = round(rate / 1e9 / found["pinned_gb_per_s"], 3)
+            pinned.append(pinned_rate(ops.backend.device))
+            print(f"pinned memory to device {pinned[-1] / 1e9:.1f} GB/s", flush=True)
+        for ring in rings:
+            staging.PIECE, staging.THREADS, staging.BUFFERS = ring[0] << 20, *ring[1:]
+            read[ring].append(read_rate(tensors, staging.THREADS, staging.PIECE))
+            seconds[ring].append(load_seconds(ops.name, config, tensors))
+            print(
+                ring,
+                f"read {read[ring][-1] / 1e9:.1f}, load {size / seconds[ring][-1] / 1e9:.1f} GB/s",
+                flush=True,
+            )
+        if time.perf_counter() - since > args.seconds:
+            break
+    if pinned:
+        found["pinned_gb_per_s"] = round(median(pinned) / 1e9, 2)
+    found["loads"] = []
+    for ring in rings:
+        rate = size / median(seconds[ring])
+        one = dict(zip(("piece_mb", "threads", "buffers"), ring, strict=True)) | {
+            "read_gb_per_s": round(median(read[ring]) / 1e9, 2), "gb_per_s": round(rate / 1e9, 2),
+            "seconds": [round(s, 3) for s in seconds[ring]],
+        }  # fmt: skip
+        if pinned:
+            one["of_pinned"] = round(rate / median(pinned), 3)
         found["loads"].append(one)
         print(one, flush=True)
     return found
