@@ -1,6 +1,6 @@
 """Loading: a sharded safetensors checkpoint of true Qwen3-8B shape from the page cache to packed device memory.
 
-    python bench/load.py [--folder /dev/shm] [--layers 36] [--pieces MB ...] [--threads N ...] [--buffers N ...]
+    python bench/load.py [--folder F] [--layers 36] [--pieces MB ...] [--threads N ...] [--buffers N ...]
 
 In one call: the rate of pinned memory to the device; of threads that read the files into such buffers, without a device;
 of the engine's own path (engine.build: read, copy, pack, allocation of both sides included). Several pieces, threads or
@@ -133,7 +133,9 @@ def load_seconds(backend, config, tensors):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--folder", type=Path, help="where the checkpoint is made: memory or a disk with room"
+        "--folder",
+        type=Path,
+        help="where the checkpoint is made, default memory or else the temporary folder",
     )
     parser.add_argument("--shape", default="qwen3-8b")
     parser.add_argument("--layers", type=int, help="fewer than the shape has")
@@ -151,12 +153,18 @@ def main():
     if args.layers:
         config = type(config)(**{**vars(config), "layers": args.layers, "windows": (0,) * args.layers})
     ops = md.ops(args.backend)
-    folder = Path(tempfile.mkdtemp(prefix="minidflash-load-", dir=args.folder))
+    folder = Path(tempfile.mkdtemp(prefix="minidflash-load-", dir=args.folder or roomy()))
     try:
         found = measure(ops, config, folder, args)
     finally:
         shutil.rmtree(folder)
     print(record.write("load", found, **rounds.device(ops)))
+
+
+def roomy(size=24 << 30):
+    """The folder of the host's memory where it holds the checkpoint, else None: the system's temporary folder."""
+    memory = Path("/dev/shm")
+    return memory if memory.is_dir() and shutil.disk_usage(memory).free > size else None
 
 
 def measure(ops, config, folder, args):

@@ -74,11 +74,11 @@ def gpu():
         ("whole round, block 16", ms["round_16"], floor["round"]),
     ):
         yield f"| {name} | {time:.2f} | {least:.2f} | {least / time:.0%} |"
-    yield (
-        f"| prefill, {shape['prefill']['tokens']} tokens | {shape['prefill']['ms']:.0f} | | |\n"
-        f"| load, {shape['weights_gb']:.1f} GB from memory, packed | {1e3 * shape['load_s']:.0f} | | "
-        f"{shape['load_gb_per_s']:.0f} GB/s |"
-    )
+    yield f"| prefill, {shape['prefill']['tokens']} tokens | {shape['prefill']['ms']:.0f} | | |"
+    yield ""
+    yield from loading()
+    yield ""
+    yield from peers(ms, shape["prefill"])
     yield ""
     yield f"Skinny products, dependent launch, us (`{gemm['command']}`, {gemm['commit']}):"
     yield ""
@@ -128,13 +128,56 @@ def gpu():
     )
 
 
+def loading():
+    found = load("load-h100")
+    best = max(found["loads"], key=lambda one: one["gb_per_s"])
+    seconds = found["gb"] / best["gb_per_s"]
+    yield (
+        f"Loading {found['gb']:.1f} GB of safetensors from the page cache to packed device memory takes {seconds:.2f} s: "
+        f"{best['gb_per_s']:.1f} GB/s, {best['of_pinned']:.0%} of the {found['pinned_gb_per_s']:.1f} GB/s from pinned memory in the "
+        f"same run (`{found['command']}`, {found['commit']}: {best['threads']} threads, {best['piece_mb']} MB a piece)."
+    )
+
+
+def peers(ms, prefill):
+    found = load("peer-h100")
+    versions = found["versions"]
+    step, token = found["dflash_step_ms"]["median"], found["transformers_token_ms"]["median"]
+    yield (
+        f"On the same card, weights of the same shape, context {found['context']} (`bench/peer.py`, {found['commit']}): a step of the "
+        f"public dflash {found['dflash']} loop takes {step:.1f} ms, {step / ms['round_16']:.1f} times our round; a token of "
+        f"transformers' own generate {token:.1f} ms, {token / ms['plain_round']:.1f} times our plain round; the prompt's pass "
+        f"{found['dflash_prefill_ms']['median']:.0f} ms, ours {prefill['ms']:.0f} ms (torch {versions['torch']}, transformers "
+        f"{versions['transformers']})."
+    )
+
+
+def sanitizer():
+    found = load("sanitizer-h100")
+    if "checks" not in found:
+        return
+    said = []
+    for name, one in found["checks"].items():
+        dirty = [part for part, how in one["parts"].items() if not how["is_clean"]]
+        said.append(
+            f"{name} {'clean' if one['is_clean'] else 'NOT clean in ' + ', '.join(dirty)} ({one['passed']} tests)"
+        )
+    yield ""
+    yield (
+        f"compute-sanitizer ({found['compute_sanitizer'].strip()}) over the kernel tests' small shapes (`{found['command']}`, "
+        f"{found['commit']}): {'; '.join(said)}. Each check found the mistake planted for it."
+        if all(one["parts"]["planted"]["is_clean"] for one in found["checks"].values())
+        else "compute-sanitizer did not find a mistake planted for it: see bench/results/sanitizer-h100.json."
+    )
+
+
 CONTEXTS = (128, 512, 2048, 8192, 32768)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="put the tables into README.md")
-    text = "\n".join([*cpu(), "", *gpu()])
+    text = "\n".join([*cpu(), "", *gpu(), *sanitizer()])
     if not parser.parse_args().write:
         print(text)
         return
