@@ -144,7 +144,7 @@ def peers(ms, prefill):
     versions = found["versions"]
     step, token = found["dflash_step_ms"]["median"], found["transformers_token_ms"]["median"]
     yield (
-        f"On the same card, weights of the same shape, context {found['context']} (`bench/peer.py`, {found['commit']}): a step of the "
+        f"In another run on such a card, weights of the same shape, context {found['context']} (`bench/peer.py`, {found['commit']}): a step of the "
         f"public dflash {found['dflash']} loop takes {step:.1f} ms, {step / ms['round_16']:.1f} times our round; a token of "
         f"transformers' own generate {token:.1f} ms, {token / ms['plain_round']:.1f} times our plain round; the prompt's pass "
         f"{found['dflash_prefill_ms']['median']:.0f} ms, ours {prefill['ms']:.0f} ms (torch {versions['torch']}, transformers "
