@@ -49,13 +49,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     for (int row = blockIdx.x; row < rows; row += normers) {
         const float* from = y + (size_t)row * outputs;
         float sum = 0.f;
-#pragma unroll 8
+#pragma unroll 4
         for (int n = threadIdx.x; n < outputs; n += THREADS) {
             float value = __ldcg(from + n);
             sum += value * value;
         }
         float r = rsqrtf(block_sum(sum) / outputs + eps);
-#pragma unroll 8
+#pragma unroll 4
         for (int n = threadIdx.x; n < outputs; n += THREADS)
             f[(size_t)row * outputs + n] = to_bf16(norm[n] * (__ldcg(from + n) * r));
     }

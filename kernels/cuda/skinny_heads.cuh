@@ -92,7 +92,7 @@ __device__ __forceinline__ void finish_head(const Task& task, const Heads& heads
                                             const float* cos, const float* sin, int pairs,
                                             const Finish& how) {
     constexpr int LANE_PAIRS = MOST_HEAD_SIZE / 64;
-    float2 y[LANE_PAIRS], bias[LANE_PAIRS], norm[LANE_PAIRS], turn[LANE_PAIRS];
+    float2 y[LANE_PAIRS], norm[LANE_PAIRS], turn[LANE_PAIRS];
     if (!how.is_turned) pairs = 0;
     auto low_at = [&](int m) {
         int p = lane_index() + 32 * m;
@@ -109,7 +109,7 @@ __device__ __forceinline__ void finish_head(const Task& task, const Heads& heads
 #pragma unroll
     for (int m = 0; m < LANE_PAIRS; ++m) {
         int p = lane_index() + 32 * m;
-        bias[m] = both(how.bias, m), norm[m] = both(how.norm, m);
+        norm[m] = both(how.norm, m);
         turn[m] = p < pairs ? make_float2(cos[p], sin[p]) : make_float2(1.f, 0.f);
     }
     while (load_acquire(counter) != heads.tiles_of(head) * parts_of(task)) {
@@ -134,7 +134,8 @@ __device__ __forceinline__ void finish_head(const Task& task, const Heads& heads
     }
 #pragma unroll
     for (int m = 0; m < LANE_PAIRS; ++m) {
-        y[m].x = y[m].x * root + bias[m].x, y[m].y = y[m].y * root + bias[m].y;
+        float2 bias = both(how.bias, m);
+        y[m] = make_float2(y[m].x * root + bias.x, y[m].y * root + bias.y);
         squares += y[m].x * y[m].x;
         squares += y[m].y * y[m].y;
     }

@@ -68,7 +68,7 @@ __device__ __forceinline__ void lay_unit(const Task& task, const bf16* x, const 
     constexpr int LOADS = !IS_ALIGNED ? 1 : TOKEN_TILES == 2 ? 8 : 4;  // under way at once
     if (IS_ALIGNED && !IS_NORMED) {  // straight to shared memory: all are under way at once
         if (!is_chunk) return;
-#pragma unroll
+#pragma unroll 4
         for (int i = 0; i < MOST_ROWS / 2; ++i) {
             int row = 2 * i + odd;
             bool is_there = row < task.rows && k < task.cols;

@@ -163,7 +163,7 @@ def test_dependent_launches_read_nothing_too_early(ops, rng, cut, monkeypatch):
 @needs_nvrtc
 @pytest.mark.parametrize("arch", launch.ARCHES.values())
 @pytest.mark.parametrize("token_tiles", split.TOKEN_TILES)
-@pytest.mark.parametrize("cut", [split.Split(4, 2, 8), split.Split(2, 1, 16, 2, 2, 4, True)], ids=str)
+@pytest.mark.parametrize("cut", [split.Split(4, 2, 8), split.Split(2, 1, 16, 1, 4, 4, True)], ids=str)
 @pytest.mark.parametrize(
     "name", [name for name in PRODUCTS if name not in ("sample", "propose")]
 )  # they use head_logits_fast
@@ -222,3 +222,35 @@ def test_a_card_is_kept_busy(monkeypatch):
     monkeypatch.setattr(split, "MEASURED", {})
     tiles_chunks = [(n // 16, k // 32, split.choose.__wrapped__(n, k, 132)) for n, k in SIZES[:6]]
     assert all(split.efficiency(cut, tiles, chunks, 132) > 0.8 for tiles, chunks, cut in tiles_chunks)
+
+
+# The kernel of each measured product: a shape is measured for one row of one model.
+MEASURED = {
+    "qkv": [(6144, 4096), (6144, 2560), (960, 576)],
+    "linear_add": [(4096, 4096), (4096, 12288), (2560, 4096), (2560, 9728), (4096, 14336), (576, 576), (576, 1536)],
+    "gate_up": [(24576, 4096), (19456, 2560), (28672, 4096), (3072, 576)],
+    "head": [(151936, 4096), (128256, 4096), (151936, 2560), (49152, 576)],
+    "fuse": [(4096, 20480), (2560, 12800), (576, 2304)],
+    "inject": [(10240, 4096), (10240, 2560), (1536, 576)],
+}  # fmt: skip
+
+
+def test_every_measured_product_has_its_kernel():
+    assert sorted(shape for shapes in MEASURED.values() for shape in shapes) == sorted(
+        (outputs, cols) for outputs, cols, _ in split.MEASURED
+    )
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("name", MEASURED)
+def test_measured_cuts_keep_to_registers(name):
+    for outputs, cols in MEASURED[name]:
+        cut = split.choose(outputs, cols, 132, whole=name == "head")
+        for token_tiles in split.TOKEN_TILES:
+            if not cut.fits(cols, token_tiles):
+                continue
+            defines = {key: str(value) for key, value in fast.defines_of(cut, token_tiles).items()}
+            _, log = launch.compile_cubin(f"{name}_fast.cu", "sm_90a", defines)
+            used = launch.resources(log)[f"{name}_fast"]
+            spilled = used.stack, used.spill_stores, used.spill_loads
+            assert spilled == (0, 0, 0), f"{outputs} x {cols}, {token_tiles} token tiles: {used}"
