@@ -93,7 +93,7 @@ class Bench(Backend):
         return timed(launches, replays)
 
     def error(self, cut, rows, outputs, cols):
-        """Worst |error| over sum|terms| against float64, on packed weights, through the whole kernel."""
+        """Worst |error| over sum|terms| against float64, on packed weights, through the whole kernel. None: spills."""
         outputs = min(outputs, 8192)
         plain = self.pool[: outputs * cols].view(outputs, cols)
         tiles, chunks = fast.tiles_of(outputs), -(-cols // split.CHUNK)
@@ -107,6 +107,8 @@ class Bench(Backend):
         x = torch.zeros(rows * outputs, device="cuda", dtype=torch.bfloat16)
         for here, count in cut.passes(cols, rows):
             function = self.function(cut, cut.token_tiles(count))
+            if function is None:
+                return None
             at = x[here.start * outputs :], self.tokens[here.start * cols :]
             self.product_launch(function, cut, count, outputs, cols, packed, *at)
         torch.cuda.synchronize()

@@ -53,10 +53,10 @@ def cpu():
 
 
 def gpu():
-    round_, gemm = load("lossless-qwen3-8b-h100"), load("gemm-nvidia-h100-80gb-hbm3")
+    round_, older = load("round-h100"), load("lossless-qwen3-8b-h100")
     embedded, attend = load("embedded-h100"), load("attend-nvidia-h100-80gb-hbm3")
-    shape = round_["qwen3-8b"]
-    at = shape["contexts"][0]
+    shape = older["qwen3-8b"]  # of its prompt and its lossless run
+    at = round_["qwen3-8b"]["contexts"][0]
     ms, floor = at["ms"], at["floor_ms"]
     yield f"### GPU: one {round_['card']}, bf16, copy {round_['copy_tb_per_s']:.2f} TB/s in the same run"
     yield ""
@@ -72,21 +72,38 @@ def gpu():
         ("verify, 16 rows", ms["verify_16"], floor["plain"]),
         ("draft with head", ms["draft"], floor["draft"]),
         ("whole round, block 16", ms["round_16"], floor["round"]),
+        ("the same, temperature 0.7, top-p 0.9", ms["round_16_sampled_top_p"], floor["round"]),
+        ("the same, top-k 50 too", ms["round_16_sampled_top_k"], floor["round"]),
     ):
         yield f"| {name} | {time:.2f} | {least:.2f} | {least / time:.0%} |"
-    yield f"| prefill, {shape['prefill']['tokens']} tokens | {shape['prefill']['ms']:.0f} | | |"
+    yield f"| prefill, {shape['prefill']['tokens']} tokens ({older['commit']}) | {shape['prefill']['ms']:.0f} | | |"
+    yield ""
+    yield from timeline()
+    yield ""
+    small = load("round-smollm2-h100")
+    times = small["smollm2-135m"]["contexts"][0]
+    yield (
+        f"SmolLM2-135M shape at context {times['context']} ({small['commit']}): plain {times['ms']['plain_round']:.2f} ms, round "
+        f"{times['ms']['round_16']:.2f} ms; between two rounds of the loop the GPU waits {small['smollm2-135m']['host_gap_us']:.1f} us."
+    )
     yield ""
     yield from loading()
     yield ""
     yield from peers(ms, shape["prefill"])
     yield ""
-    yield f"Skinny products, dependent launch, us (`{gemm['command']}`, {gemm['commit']}):"
+    gemms = load("gemm-nvidia-h100-80gb-hbm3"), load("gemm-newer-cuts-h100")
+    yield (
+        "Skinny products, dependent launch, us (`bench/gemm.py`, "
+        + ", ".join(g["commit"] for g in gemms)
+        + "; what both have, of the second):"
+    )
     yield ""
     yield "| N x K | MB | 1 row | 16 rows | of copy | cuBLAS, 16 rows | cuBLAS / ours |"
     yield "|---|---|---|---|---|---|---|"
     rows = {}
-    for one in gemm["results"]:
-        rows.setdefault((one["outputs"], one["cols"]), {})[one["rows"]] = one
+    for gemm in gemms:
+        for one in gemm["results"]:
+            rows.setdefault((one["outputs"], one["cols"]), {})[one["rows"]] = one
     for (outputs, cols), by in rows.items():
         one, many = by[1]["dependent_us"], by[16]["dependent_us"]
         size = 2e-6 * outputs * cols
@@ -110,7 +127,10 @@ def gpu():
             + " |"
         )
     yield ""
-    yield f"Embedded pair, `minidflash bench --backend cuda`, {embedded['max_tokens']} tokens at most:"
+    yield (
+        f"Embedded pair, `minidflash bench --backend cuda`, {embedded['max_tokens']} tokens at most, before the newest kernels and "
+        "before rounds were started ahead:"
+    )
     yield ""
     yield "| prompts | plain tok/s | drafted tok/s | over plain | tau |"
     yield "|---|---|---|---|---|"
@@ -123,9 +143,34 @@ def gpu():
     yield ""
     yield (
         f"Lossless there: {same['runs']} drafted runs of {len(same['prompts'])} prompts, {same['tokens_compared']} tokens, "
-        f"{same['differing']} differ from plain decoding; {shape['lossless']['tokens']} tokens of the Qwen3-8B shape with every "
-        "accepted length at blocks 4, 8 and 16: all the same."
+        f"{same['differing']} differ from plain decoding ({same['commit']}); {shape['lossless']['tokens']} tokens of the Qwen3-8B "
+        f"shape with every accepted length at blocks 4, 8 and 16: all the same ({older['commit']}). Of the newest kernels "
+        f"({load('lossless-embedded-part-h100')['commit']}) a part was run again: "
+        + ", ".join(
+            said_of(load(f"lossless-{name}-h100"))
+            for name in ("embedded-part", "sampled", "sampled-golden-bf16")
+        )
+        + "."
     )
+
+
+def said_of(found):
+    what = "sampled" if found["settings"].get("seeds") else "greedy"
+    return f"{found['runs']} {what} runs, {found['tokens_compared']} tokens, {found['differing']} differ"
+
+
+def timeline():
+    found = load("timeline-qwen3-8b-h100")
+    round_ = found["round_16"]
+    yield (
+        f"Where a round's {round_['us'] / 1e3:.2f} ms go ({found['commit']}, kernels that note the GPU's clock; a picture of a few "
+        "layers is `bench/results/timeline-qwen3-8b-h100.svg`):"
+    )
+    yield ""
+    yield "| kernel | launches | us each | ms |"
+    yield "|---|---|---|---|"
+    for one in round_["kernels"]:
+        yield f"| {one['kernel']} | {one['launches']} | {one['median_us']:.1f} | {one['adds_us'] / 1e3:.2f} |"
 
 
 def loading():
