@@ -19,6 +19,7 @@ ARCHES = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
 
 _OPTIONS = ["-std=c++17", "-lineinfo", "--ptxas-options=-v"]  # -v: the log then holds registers and spills
 _ON_CPU = "use --backend numba"
+MOST_CONFIGS = 256  # kept of a kernel: a prompt's grids vary with its length
 
 
 def choose_arch(major, minor):
@@ -182,7 +183,7 @@ class CudaFunction:
         self.registers = registers
         self.local_bytes = local_bytes
         self.opted_in = 0  # dynamic shared bytes allowed so far
-        self.fitting = set()  # launches seen to fit on the card at once
+        self.configs = {}  # of launches seen before
 
 
 class CudaDevice:
@@ -283,17 +284,32 @@ class CudaDevice:
         other than the device's own, as an int, a CuPy stream or anything with __cuda_stream__.
         Errors: UserError for the card's limits, TypeError for arguments, RuntimeError with the driver's code.
         """
+        packed = source.pack(function.name, function.parameters, args, _address)
+        self.enter()
+        key = grid, block, shared, cluster, cooperative, dependent, together, stream
+        config = function.configs.get(key)
+        if config is None:
+            if len(function.configs) >= MOST_CONFIGS:
+                function.configs.clear()
+            config = function.configs[key] = self._config(function, *key)
+        pointers = (ctypes.c_void_p * max(len(packed), 1))(*map(ctypes.addressof, packed))
+        (code,) = self.driver.cuLaunchKernelEx(config, function.handle, ctypes.addressof(pointers), 0)
+        if code != 0:
+            raise RuntimeError(
+                f"launch of {function.name}, grid {grid}, block {block}, shared {shared}: {code.name}"
+            )
+
+    def _config(self, function, grid, block, shared, cluster, cooperative, dependent, together, stream):
+        """What the driver is told of a launch, once; the same launch takes a third of the time from then on."""
         driver = self.driver
         grid, block, cluster = (
             source.extent(value, what)
             for value, what in ((grid, "grid"), (block, "block"), (cluster, "cluster"))
         )
-        if cluster[0] * cluster[1] * cluster[2] > 8 or any(g % c for g, c in zip(grid, cluster, strict=True)):
+        if math.prod(cluster) > 8 or any(g % c for g, c in zip(grid, cluster, strict=True)):
             raise UserError(
                 f"kernel {function.name}: cluster {cluster} is over 8 or does not divide grid {grid}"
             )
-        packed = source.pack(function.name, function.parameters, args, _address)
-        self.enter()
         if (
             shared > function.opted_in
         ):  # always opted in: the default of 48 KB counts static shared memory too
@@ -310,37 +326,21 @@ class CudaDevice:
         config.attrs = attributes
         config.numAttrs = len(attributes)
         if together:
-            self._check_together(function, grid, block, shared, cluster)
-        pointers = (ctypes.c_void_p * max(len(packed), 1))(*(ctypes.addressof(value) for value in packed))
-        (code,) = driver.cuLaunchKernelEx(config, function.handle, ctypes.addressof(pointers), 0)
-        if code != 0:
-            raise RuntimeError(
-                f"launch of {function.name}, grid {grid}, block {block}, shared {shared}: {code.name}"
-            )
+            self._check_together(function, config, math.prod(grid), math.prod(block), math.prod(cluster))
+        return config
 
-    def _check_together(self, function, grid, block, shared, cluster):
+    def _check_together(self, function, config, blocks, threads, cluster):
         """RuntimeError unless all blocks of a launch fit on the card: they would wait forever for the last ones."""
-        key = grid, block, shared, cluster
-        if key in function.fitting:
-            return
-        driver, threads, size = self.driver, math.prod(block), math.prod(cluster)
-        if size == 1:
-            most = self.sms * self.do(
-                driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function.handle, threads, shared)
-            )
+        driver = self.driver
+        if cluster == 1:
+            ask, given = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor, (threads, config.sharedMemBytes)
+            most = self.sms * self.do(ask(function.handle, *given))
         else:
-            config = driver.CUlaunchConfig()
-            config.gridDimX, config.gridDimY, config.gridDimZ = grid
-            config.blockDimX, config.blockDimY, config.blockDimZ = block
-            config.sharedMemBytes = shared
-            config.attrs = attributes = self._attributes(cluster, False, False)
-            config.numAttrs = len(attributes)
-            most = size * self.do(driver.cuOccupancyMaxActiveClusters(function.handle, config))
-        if math.prod(grid) > most:
+            most = cluster * self.do(driver.cuOccupancyMaxActiveClusters(function.handle, config))
+        if blocks > most:
             raise RuntimeError(
-                f"{function.name}: {math.prod(grid)} blocks that wait for each other, the card holds {most}"
+                f"{function.name}: {blocks} blocks that wait for each other, the card holds {most}"
             )
-        function.fitting.add(key)
 
     def _attributes(self, cluster, cooperative, dependent):
         """Launch attributes; none for the plain case."""

@@ -290,6 +290,14 @@ def test_a_launch_says_to_the_driver_what_was_asked(monkeypatch):
         device.launch(function, 1, 64, 232448, args)
     with pytest.raises(UserError, match="does not divide grid"):
         device.launch(function, 9, 64, 0, args, cluster=2)
+    before = len(driver.launches)
+    for _ in range(2):  # the second time from what is kept; its arguments are its own
+        device.launch(function, 16, 64, 0, [*args[:4], before], dependent=True)
+    (first, _), (second, values) = driver.launches[before:]
+    assert first is second and values[-1] == before
+    for grid in range(1, 2 * launch.MOST_CONFIGS):
+        device.launch(function, grid, 64, 0, args)
+    assert len(function.configs) <= launch.MOST_CONFIGS
 
 
 @needs_nvrtc
