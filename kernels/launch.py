@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from threading import Lock
 
 from ..errors import UserError
 from . import diskcache, source
@@ -19,6 +20,7 @@ ARCHES = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
 
 _OPTIONS = ["-std=c++17", "-lineinfo", "--ptxas-options=-v"]  # -v: the log then holds registers and spills
 _ON_CPU = "use --backend numba"
+_STREAMS, _STREAMS_LOCK = {}, Lock()
 MOST_CONFIGS = 256  # kept of a kernel: a prompt's grids vary with its length
 
 
@@ -214,11 +216,21 @@ class CudaDevice:
         self.shared_limit = ask("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
         self._context = self.do(driver.cuDevicePrimaryCtxRetain(device))
         self.enter()
-        # Not the default stream: that one cannot be captured.
-        self.driver_stream = self.do(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
-        self.stream = int(self.driver_stream)
+        # One stream a GPU, whoever uses it: of two kernels side by side, each with blocks that wait for blocks of
+        # their own, none might end. Not the default stream: other libraries use that.
+        with _STREAMS_LOCK:
+            if (driver, index) not in _STREAMS:
+                _STREAMS[driver, index] = self.new_stream()
+        self.use(_STREAMS[driver, index])
         self._modules = {}
         self._functions = {}
+
+    def new_stream(self):
+        return self.do(self.driver.cuStreamCreate(self.driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
+
+    def use(self, stream):
+        """Launch on this stream of the driver's."""
+        self.driver_stream, self.stream = stream, int(stream)
 
     def name(self):
         """The card's name, as the driver has it."""
@@ -286,6 +298,7 @@ class CudaDevice:
         """
         packed = source.pack(function.name, function.parameters, args, _address)
         self.enter()
+        stream = self.stream if stream is None else _stream_address(stream)
         key = grid, block, shared, cluster, cooperative, dependent, together, stream
         config = function.configs.get(key)
         if config is None:
@@ -321,7 +334,7 @@ class CudaDevice:
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.blockDimX, config.blockDimY, config.blockDimZ = block
         config.sharedMemBytes = shared
-        config.hStream = driver.CUstream(self.stream if stream is None else _stream_address(stream))
+        config.hStream = driver.CUstream(stream)
         attributes = self._attributes(cluster, cooperative, dependent)
         config.attrs = attributes
         config.numAttrs = len(attributes)

@@ -199,19 +199,30 @@ class Graph:
     def __init__(self, backend, program):
         self._device, self._failures, self._program = backend.device, backend._failures, program
         driver, stream = self._device.driver, self._device.driver_stream
-        self._device.do(
-            driver.cuStreamBeginCapture(stream, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
-        )
-        try:
-            program.launch()
-        except BaseException:
-            driver.cuStreamEndCapture(stream)  # ends the capture; its graph is broken
-            raise
-        graph = self._device.do(driver.cuStreamEndCapture(stream))
+        graph = self._capture(program)
         self._executable = self._device.do(driver.cuGraphInstantiate(graph, 0))
         self._device.do(driver.cuGraphDestroy(graph))
         self._device.do(driver.cuGraphUpload(self._executable, stream))
         weakref.finalize(self, driver.cuGraphExecDestroy, self._executable)
+
+    def _capture(self, program):
+        """The driver's graph of the program's launches, on a stream of its own: no other engine's get into it."""
+        device, driver, before = self._device, self._device.driver, self._device.driver_stream
+        own = device.new_stream()
+        device.use(own)
+        try:
+            device.do(
+                driver.cuStreamBeginCapture(own, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+            )
+            try:
+                program.launch()
+            except BaseException:
+                driver.cuStreamEndCapture(own)  # ends the capture; its graph is broken
+                raise
+            return device.do(driver.cuStreamEndCapture(own))
+        finally:
+            device.use(before)
+            driver.cuStreamDestroy(own)
 
     def launch(self):
         with self._failures:

@@ -104,7 +104,7 @@ class Driver:
     def __init__(self):
         from cuda.bindings import driver
 
-        self.real, self.calls, self.kept, self.fails = driver, [], [], {}
+        self.real, self.calls, self.kept, self.fails, self.launched_on = driver, [], [], {}, []
 
     def __getattr__(self, name):
         if not name.startswith("cu") or not name[2].isupper():
@@ -117,7 +117,10 @@ class Driver:
             return (self.fails[name],)
         code = self.real.CUresult.CUDA_SUCCESS
         if name == "cuLaunchKernelEx":
+            self.launched_on.append(int(args[0].hStream))
             return (code,)
+        if name == "cuStreamCreate":
+            return code, self.real.CUstream(7 + self.count(name))
         if name == "cuMemHostAlloc":
             self.kept.append(ctypes.create_string_buffer(args[0]))
             return code, ctypes.addressof(self.kept[-1])
@@ -134,7 +137,7 @@ class Driver:
         if name == "cuDeviceGetName":
             return code, b"NVIDIA H100 80GB HBM3\0\0"
         answers = {
-            "cuDeviceGetCount": 1, "cuStreamCreate": self.real.CUstream(7), "cuFuncGetAttribute": 24,
+            "cuDeviceGetCount": 1, "cuFuncGetAttribute": 24,
             "cuOccupancyMaxActiveClusters": 132,
         }  # fmt: skip
         return code, answers.get(name, 3)
@@ -162,6 +165,23 @@ def embedding(ops, rng):
     ids = ops.array((2,), "i32")
     ops.upload(ids, np.array([3, 8], np.int32))
     return ops.weight([Make(rng).w(9, 24)]), ids, ops.array((2, 24), "A")
+
+
+def test_engines_share_a_stream_and_capture_on_one_of_their_own(opened, monkeypatch, rng):
+    """Kernels whose blocks wait for each other must not run side by side; what one records must not get into another's."""
+    ops, driver = opened()
+    other = Ops(cuda.CudaBackend("f32"))
+    mine = ops.backend.device.stream
+    assert other.backend.device.stream == mine
+    table, ids, x = embedding(ops, rng)
+    driver.launched_on.clear()
+    ops.program(lambda: ops.embed(ids, table, 1.0, x))
+    (captured,) = driver.launched_on
+    assert captured != mine and ops.backend.device.stream == mine
+    driver.fails["cuLaunchKernelEx"] = driver.real.CUresult.CUDA_ERROR_LAUNCH_FAILED
+    with pytest.raises(UserError, match="the GPU failed"):
+        ops.program(lambda: ops.embed(ids, table, 1.0, x))
+    assert ops.backend.device.stream == mine
 
 
 def test_start_times_a_program_and_fetches_what_it_left(opened):
