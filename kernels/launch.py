@@ -185,7 +185,7 @@ class CudaFunction:
         self.registers = registers
         self.local_bytes = local_bytes
         self.opted_in = 0  # dynamic shared bytes allowed so far
-        self.configs = {}  # of launches seen before
+        self.configs, self.held = {}, {}  # of launches seen before; see CudaDevice.holds
 
 
 class CudaDevice:
@@ -284,22 +284,20 @@ class CudaDevice:
         return function
 
     def launch(
-        self, function, grid, block, shared, args, cluster=1, cooperative=False, dependent=False, together=False,
-        stream=None,
-    ):  # fmt: skip
+        self, function, grid, block, shared, args, cluster=1, cooperative=False, dependent=False, stream=None
+    ):
         """Start a kernel; returns at once.
 
         grid, block, cluster: ints or tuples; the grid counts blocks, not clusters. shared: dynamic bytes a
         block. args: CuPy arrays or device addresses for pointers, numbers for scalars. dependent: may start
-        while the launch before it in the stream still runs; the kernel then calls griddep_wait. together: its
-        blocks wait for each other, so the card must hold them all at once. stream: one
-        other than the device's own, as an int, a CuPy stream or anything with __cuda_stream__.
+        while the launch before it in the stream still runs; the kernel then calls griddep_wait. stream: one other than
+         the device's own, as an int, a CuPy stream or anything with __cuda_stream__.
         Errors: UserError for the card's limits, TypeError for arguments, RuntimeError with the driver's code.
         """
         packed = source.pack(function.name, function.parameters, args, _address)
         self.enter()
         stream = self.stream if stream is None else _stream_address(stream)
-        key = grid, block, shared, cluster, cooperative, dependent, together, stream
+        key = grid, block, shared, cluster, cooperative, dependent, stream
         config = function.configs.get(key)
         if config is None:
             if len(function.configs) >= MOST_CONFIGS:
@@ -312,7 +310,7 @@ class CudaDevice:
                 f"launch of {function.name}, grid {grid}, block {block}, shared {shared}: {code.name}"
             )
 
-    def _config(self, function, grid, block, shared, cluster, cooperative, dependent, together, stream):
+    def _config(self, function, grid, block, shared, cluster, cooperative, dependent, stream):
         """What the driver is told of a launch, once; the same launch takes a third of the time from then on."""
         driver = self.driver
         grid, block, cluster = (
@@ -323,13 +321,7 @@ class CudaDevice:
             raise UserError(
                 f"kernel {function.name}: cluster {cluster} is over 8 or does not divide grid {grid}"
             )
-        if (
-            shared > function.opted_in
-        ):  # always opted in: the default of 48 KB counts static shared memory too
-            source.check_shared(function.name, function.shared, shared, self.shared_limit)
-            name = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            self.do(driver.cuFuncSetAttribute(function.handle, name, shared))
-            function.opted_in = shared
+        self._allow(function, shared)
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.blockDimX, config.blockDimY, config.blockDimZ = block
@@ -338,22 +330,33 @@ class CudaDevice:
         attributes = self._attributes(cluster, cooperative, dependent)
         config.attrs = attributes
         config.numAttrs = len(attributes)
-        if together:
-            self._check_together(function, config, math.prod(grid), math.prod(block), math.prod(cluster))
         return config
 
-    def _check_together(self, function, config, blocks, threads, cluster):
-        """RuntimeError unless all blocks of a launch fit on the card: they would wait forever for the last ones."""
-        driver = self.driver
-        if cluster == 1:
-            ask, given = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor, (threads, config.sharedMemBytes)
-            most = self.sms * self.do(ask(function.handle, *given))
-        else:
-            most = cluster * self.do(driver.cuOccupancyMaxActiveClusters(function.handle, config))
-        if blocks > most:
-            raise RuntimeError(
-                f"{function.name}: {blocks} blocks that wait for each other, the card holds {most}"
-            )
+    def _allow(self, function, shared):
+        """Let a kernel have so many dynamic bytes: the default of 48 KB counts static shared memory too."""
+        if shared <= function.opted_in:
+            return
+        source.check_shared(function.name, function.shared, shared, self.shared_limit)
+        name = self.driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        self.do(self.driver.cuFuncSetAttribute(function.handle, name, shared))
+        function.opted_in = shared
+
+    def holds(self, function, threads, shared, cluster=1):
+        """How many blocks of such a launch the card holds at once: what kernels may launch whose blocks wait for each other."""
+        key = threads, shared, cluster
+        if key not in function.held:
+            driver = self.driver
+            self.enter()
+            self._allow(function, shared)
+            if cluster == 1:
+                ask = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor
+                function.held[key] = self.sms * self.do(ask(function.handle, threads, shared))
+            else:
+                config = self._config(function, cluster, threads, shared, cluster, False, False, self.stream)
+                function.held[key] = cluster * self.do(
+                    driver.cuOccupancyMaxActiveClusters(function.handle, config)
+                )
+        return function.held[key]
 
     def _attributes(self, cluster, cooperative, dependent):
         """Launch attributes; none for the plain case."""

@@ -3,7 +3,7 @@
  * head's size need not be a multiple of 16). All heads of all tokens are dealt out to the warps of the grid,
  * which wait until theirs is whole: slices in order, the root of the row, bias, norm, rotation, one rounding.
  * So the last tiles' heads are ended side by side, not by the block that came last; the blocks must be on the
- * card together (CudaDevice.launch sees to that). */
+ * card together (kernels/gpu/fast.py sees to that). */
 #pragma once
 #include "skinny.cuh"
 

@@ -117,9 +117,8 @@ class EmulatedDevice:
         return self._functions[key]
 
     def launch(
-        self, function, grid, block, shared, args, cluster=1, cooperative=False, dependent=False, together=False,
-        stream=None,
-    ):  # fmt: skip
+        self, function, grid, block, shared, args, cluster=1, cooperative=False, dependent=False, stream=None
+    ):
         """Run a kernel to its end.
 
         grid, block, cluster: ints or tuples; the grid counts blocks. shared: dynamic bytes a block.
@@ -130,7 +129,7 @@ class EmulatedDevice:
             source.extent(value, what)
             for value, what in ((grid, "grid"), (block, "block"), (cluster, "cluster"))
         )
-        resident = self._resident(function, grid, block, shared, cluster, cooperative or together)
+        resident = self._resident(function, grid, block, shared, cluster, cooperative)
         written = []
 
         def address(parameter, array):
@@ -169,6 +168,13 @@ class EmulatedDevice:
             self._written = []
             raise EmulationError(build.where(request.error.decode(errors="replace"), function.path))
 
+    def holds(self, function, threads, shared, cluster=1):
+        """How many blocks of such a launch run at once."""
+        room = _SHARED_PER_SM // (function.shared + shared + 1024)
+        return (
+            max(1, min(32, _THREADS_PER_SM // (-(-threads // 32) * 32), room)) * self.sms // cluster * cluster
+        )
+
     def _resident(self, function, grid, block, shared, cluster, cooperative):
         """How many blocks run at once; refuses what a GPU refuses."""
         threads, blocks, size = (x * y * z for x, y, z in (block, grid, cluster))
@@ -179,12 +185,7 @@ class EmulatedDevice:
                 f"kernel {function.name}: cluster {cluster} is over 8 or does not divide grid {grid}"
             )
         source.check_shared(function.name, function.shared, shared, self.shared_limit)
-        per_sm = min(
-            32,
-            _THREADS_PER_SM // (-(-threads // 32) * 32),
-            _SHARED_PER_SM // (function.shared + shared + 1024),
-        )
-        resident = max(per_sm, 1) * self.sms
+        resident = self.holds(function, threads, shared)
         if cooperative and blocks > resident:
             raise UserError(
                 f"kernel {function.name}: {blocks} blocks that wait for each other, "

@@ -16,8 +16,7 @@ What a fast file offers is entered here; the backend (kernels/gpu/__init__.py) a
 `work` begins with COUNTERS f32 slots that are u32 counters: zero when allocated, left at zero by every kernel. What
 follows holds anything. backend.variants[row] says which variant ran last, "fast" or "plain".
 
-backend.launch(file, kernel, grid, block, shared, args, defines=None, cluster=1, cooperative=False, dependent=False,
-together=False)
+backend.launch(file, kernel, grid, block, shared, args, defines=None, cluster=1, cooperative=False, dependent=False)
 takes arrays for pointers (a slice of an array is a shifted pointer) and numbers for scalars. While a graph is being
 prepared it only compiles and loads, so a row function must not depend on what kernels computed. backend.sms is the
 number of multiprocessors.
@@ -85,13 +84,28 @@ def defines_of(cut, token_tiles):
 
 
 def launch(backend, file, kernel, tiles, cut, cols, rows, args, together=False):
-    """One launch for each pass of rows. args: function of (slice of the rows, their number) -> the kernel's."""
+    """One launch for each pass of rows. args: function of (slice of the rows, their number) -> the kernel's.
+
+    together: blocks wait for each other, so the card must hold all of them.
+    """
     for here, count in cut.passes(cols, rows):
         token_tiles = cut.token_tiles(count)
+        grid, shared, defines = (
+            cut.grid(tiles, backend.sms),
+            cut.shared(cols, token_tiles),
+            defines_of(cut, token_tiles),
+        )
+        if together:  # fewer blocks have the same bits
+            function = backend.device.function(file, kernel, defines)
+            most = backend.device.holds(function, cut.threads, shared, cut.cluster_blocks)
+            grid = min(grid, most // cut.slices * cut.slices)
+            if not grid:
+                raise RuntimeError(
+                    f"{kernel}: the card holds {most} blocks, {cut.slices} wait for each other"
+                )
         backend.launch(
-            file, kernel, cut.grid(tiles, backend.sms), cut.threads, cut.shared(cols, token_tiles),
-            args(here, count), defines_of(cut, token_tiles),
-            cluster=cut.cluster_blocks, dependent=getattr(backend, "dependent", False), together=together,
+            file, kernel, grid, cut.threads, shared, args(here, count), defines,
+            cluster=cut.cluster_blocks, dependent=getattr(backend, "dependent", False),
         )  # fmt: skip
     return True
 

@@ -301,21 +301,14 @@ def test_a_launch_says_to_the_driver_what_was_asked(monkeypatch):
 
 
 @needs_nvrtc
-def test_blocks_that_wait_for_each_other_must_fit_the_card(monkeypatch):
+def test_how_many_blocks_a_card_holds(monkeypatch):
     driver = StubDriver()
-    driver.types = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_float, ctypes.c_uint64, ctypes.c_int]
     monkeypatch.setattr(launch, "_driver", lambda: driver)
     device = launch.CudaDevice()
-    function, args = device.function(SAMPLES / "rmsnorm.cu", "rmsnorm"), [0, 5, 1e-6, None, -3]
-    device.launch(function, 264, 64, 0, args, together=True)
-    device.launch(function, 240, 64, 0, args, cluster=8, together=True)
-    assert len(driver.launches) == 2
-    with pytest.raises(
-        RuntimeError, match="rmsnorm: 265 blocks that wait for each other, the card holds 264"
-    ):
-        device.launch(function, 265, 64, 0, args, together=True)
-    with pytest.raises(RuntimeError, match="248 blocks .* the card holds 240"):
-        device.launch(function, 248, 64, 0, args, cluster=8, together=True)
+    function = device.function(SAMPLES / "rmsnorm.cu", "rmsnorm")
+    assert [device.holds(function, 64, 0), device.holds(function, 64, 0, cluster=8)] == [264, 240]
+    driver.launches.clear()
+    assert device.holds(function, 64, 0, cluster=8) == 240 and not driver.launches
 
 
 def test_ptx_lives_in_the_wrappers_only():
