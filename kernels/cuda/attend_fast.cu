@@ -115,8 +115,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                 for (int n = 0; n < N; ++n)
                     zero = __fmaf_rn(out[n][2 * e], 0.f, __fmaf_rn(out[n][2 * e + 1], 0.f, zero));
                 int2 seen = keys_of(set, rows, tile_row);
-                if (set.only < 0 && is_masked && zero != 0.f && seen.x < seen.y) set.is_suspect = 1;
-                if (lane % 4 == 0) stats[half * ROWS + tile_row] = make_float2(m[e], l[e]);
+                if (set.only < 0 && is_masked && zero != 0.f && seen.x < seen.y) atomicOr(&set.is_suspect, 1);
+                if (warp % SPREAD == 0 && lane % 4 == 0)
+                    stats[half * ROWS + tile_row] = make_float2(m[e], l[e]);
             }
 #pragma unroll
             for (int n = 0; n < N / 2; ++n) {

@@ -40,9 +40,9 @@ struct Swiglu {
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     gate_up_fast(const u16* w, const bf16* x, const float* norm, bf16* h, u32* counters, float* work,
                  float eps, int rows, int ffn, int cols, int slices) {
-    __shared__ RowScale scale;
+    __shared__ RowScale scales[FINISHERS];
     int tiles = (ffn + 7) / 8;
     Task task = make_task(rows, cols, tiles, slices);
-    Swiglu sink{task, scale, h, counters, work, eps, ffn, false};
+    Swiglu sink{task, own_scale(scales), h, counters, work, eps, ffn, false};
     skinny<true>(task, Weights{cols, w}, x, nullptr, norm, work, sink);
 }

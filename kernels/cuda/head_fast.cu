@@ -57,10 +57,10 @@ struct KeepBest {
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     head_fast(const u16* w, const bf16* x, const int* pick, const float* norm, int* ids, u32* counters,
               float* work, float eps, int rows, int outputs, int cols, int limit) {
-    __shared__ RowScale scale;
+    __shared__ RowScale scales[FINISHERS];
     int tiles = (outputs + 15) / 16;
     Task task = make_task(rows, cols, tiles, 1);
-    KeepBest sink{task, scale, work, eps, min(limit, outputs), {}};
+    KeepBest sink{task, own_scale(scales), work, eps, min(limit, outputs), {}};
 #pragma unroll
     for (int q = 0; q < UNITS; ++q) sink.best[q] = Best{-infinity(), 0x7fffffff};
     skinny<true>(task, Weights{cols, w}, x, pick, norm, work, sink);
@@ -107,9 +107,9 @@ struct KeepLogits {
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     head_logits_fast(const u16* w, const bf16* x, const int* pick, const float* norm, float* logits,
                      float* work, float eps, int rows, int outputs, int cols) {
-    __shared__ RowScale scale;
+    __shared__ RowScale scales[FINISHERS];
     int tiles = (outputs + 15) / 16;
     Task task = make_task(rows, cols, tiles, 1);
-    KeepLogits sink{task, scale, logits, eps, outputs};
+    KeepLogits sink{task, own_scale(scales), logits, eps, outputs};
     skinny<true>(task, Weights{cols, w}, x, pick, norm, work, sink);
 }

@@ -93,6 +93,11 @@ struct RowScale {
     }
 };
 
+/* Each finishing warp has its own: they come to their first tiles at different times. */
+__device__ __forceinline__ RowScale& own_scale(RowScale (&scales)[FINISHERS]) {
+    return scales[max(0, warp_index() - WARPS)];
+}
+
 /* In a cluster: the sum over all slices to the block whose tile it is, true there. A finishing warp talks
  * only to its likes in the other blocks. One box a sender is enough: before a block sends to the same owner
  * again, it has had that owner's sums for a tile of its own, which were sent after the box was read. */

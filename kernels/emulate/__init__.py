@@ -16,6 +16,8 @@ accesses just past a buffer there is ASan: it must be loaded before Python's own
 process, `subprocess.run([sys.executable, ...], env=emulate.sanitizer_environment())`, which sets
 MINIDFLASH_SANITIZE=1 and LD_PRELOAD; then every kernel is built with ASan and UBSan and every NumPy buffer
 has guard zones. A report ends that process.
+With MINIDFLASH_RACES=1 kernels are built with hooks at every access, and two accesses of a byte of shared memory that
+nothing orders are an error that names both places (races.cpp). It takes a clock a thread: for small launches.
 Not emulated: a loop that polls plain memory, ended after EmulatedDevice.patience (use load_acquire, which
 lets other threads run); wgmma and tcgen05; kernels whose signature a macro writes.
 """

@@ -16,7 +16,7 @@ from ...errors import UserError
 from .. import diskcache, source
 
 FOLDER = Path(str(resources.files(__package__)))
-_RUNTIME = ("switch.cpp", "scheduler.cpp", "hardware.cpp")
+_RUNTIME = ("switch.cpp", "scheduler.cpp", "hardware.cpp", "races.cpp")
 
 # No contraction: an fma happens where the source says fmaf. No aliasing rules: kernels read memory as uint4.
 _FLAGS = ["-std=c++20", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-strict-aliasing", "-g1",
@@ -35,6 +35,11 @@ _temporary = None  # holds libraries where there is no cache folder
 def is_sanitized():
     """Whether this process builds with ASan and UBSan (MINIDFLASH_SANITIZE=1)."""
     return os.environ.get("MINIDFLASH_SANITIZE", "0") not in ("", "0")
+
+
+def finds_races():
+    """Whether kernels are built to find races in shared memory (MINIDFLASH_RACES=1): races.cpp."""
+    return os.environ.get("MINIDFLASH_RACES", "0") not in ("", "0")
 
 
 @cache
@@ -193,6 +198,8 @@ def kernels(path, defines):
         "kernels.cpp",
     ]
     flags += ["-x", "assembler", "places.s"]
+    if finds_races():  # the hooks of -fsanitize=thread are ours, so its library stays out
+        flags += ["-fsanitize=thread", "-nodefaultlibs", "-x", "none", "-lstdc++", "-lm", "-lgcc_s", "-lc"]
     flags.append("-Wl,-Bsymbolic-functions")  # a kernel named like a libc function (accept) stays ours
     headers = [path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.h"))]
     headers += _texts("entry.cpp")

@@ -171,9 +171,11 @@ inline void changed(bool is_new, const char* what, Site site) {
     template <class T>                                                                          \
     T name(T* address, std::type_identity_t<T> value, EMULATE_SITE) {                           \
         static_assert(std::is_integral_v<T>, "no atomics on floats: their order is not fixed"); \
-        T old = *address;                                                                       \
-        *address = (expression);                                                                \
-        emulate::changed(*address != old, #name, site);                                         \
+        emulate::counter_acquire(address);                                                      \
+        T old = *address, made = (expression);                                                  \
+        *address = made;                                                                        \
+        emulate::counter_release(address);                                                      \
+        emulate::changed(made != old, #name, site);                                             \
         return old;                                                                             \
     }
 EMULATE_ATOMIC(atomicAdd, old + value)
@@ -186,9 +188,11 @@ EMULATE_ATOMIC(atomicExch, value)
 #undef EMULATE_ATOMIC
 template <class T>
 T atomicCAS(T* address, std::type_identity_t<T> expected, std::type_identity_t<T> value, EMULATE_SITE) {
+    emulate::counter_acquire(address);
     T old = *address;
     if (old == expected) *address = value;
-    emulate::changed(*address != old, "atomicCAS", site);
+    emulate::counter_release(address);
+    emulate::changed(old == expected && old != value, "atomicCAS", site);
     return old;
 }
 

@@ -23,10 +23,12 @@ inline void red_add_release(u32* counter, u32 amount) { atomicAdd(counter, amoun
 
 inline u32 load_acquire(const u32* counter, EMULATE_SITE) {
     emulate::spin("a counter (load_acquire)", site);
+    emulate::counter_acquire(counter);
     return *counter;
 }
 
 inline void store_release(u32* counter, u32 value) {
+    emulate::counter_release(counter);
     *counter = value;
     emulate::progress();
 }

@@ -69,6 +69,10 @@ void spin(const char* what, Site site);
 /* Something others may poll for has changed. */
 void progress();
 
+/* What this thread did is known to who acquires the same counter later. */
+void counter_release(const void* counter);
+void counter_acquire(const void* counter);
+
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
 /* Copies in flight land only at the wait that makes them visible; until then their target holds NaN bits. */

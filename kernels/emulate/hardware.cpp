@@ -26,6 +26,7 @@ void async_wait(unsigned left) {
     std::vector<Copy>& copies = fiber->copies;
     size_t done = 0;
     for (; done < copies.size() && copies[done].group + left < fiber->open_group; ++done) {
+        race_access(copies[done].to, copies[done].bytes, true, nullptr);
         memset(copies[done].to, 0, copies[done].bytes);
         memcpy(copies[done].to, copies[done].from, copies[done].valid);
     }
@@ -50,10 +51,15 @@ static Mbarrier load(uint64_t* barrier, Site site) {
     return state;
 }
 
+static Phases& phases_of(uint64_t* barrier) { return self()->block->cluster->mbarriers[barrier]; }
+
 static void store(uint64_t* barrier, Mbarrier state) {
     if (!state.pending && !state.bytes) {
         state.phase ^= 1;
         state.pending = state.arrivals;
+        Phases& phases = phases_of(barrier);
+        if (launch.finds_races) add_clock(phases.done, phases.arrived);
+        phases.arrived.clear();
     }
     memcpy(barrier, &state, 8);
     progress();
@@ -74,6 +80,7 @@ void mbarrier_arrive(uint64_t* barrier, unsigned bytes, Site site) {
         fail("mbarrier at %s:%d: more arrivals than its count in one phase", site.file, site.line);
     state.bytes += bytes;
     --state.pending;
+    if (launch.finds_races) race_release(phases_of(barrier).arrived);
     store(barrier, state);
 }
 
@@ -84,8 +91,16 @@ void bulk_copy(void* shared, const void* global, unsigned bytes, uint64_t* barri
     progress();
 }
 
+static bool poll(uint64_t* barrier, unsigned parity, Site site);
+
 /* A copy lands when somebody asks for its barrier; under shuffling, only at some of the times they ask. */
 bool mbarrier_test(uint64_t* barrier, unsigned parity, Site site) {
+    bool is_complete = poll(barrier, parity, site);
+    if (is_complete && launch.finds_races) race_acquire(self(), phases_of(barrier).done);
+    return is_complete;
+}
+
+static bool poll(uint64_t* barrier, unsigned parity, Site site) {
     Mbarrier state = load(barrier, site);
     if (state.phase != (parity & 1)) return true;
     std::vector<Copy>& bulk = self()->block->bulk;
@@ -94,6 +109,7 @@ bool mbarrier_test(uint64_t* barrier, unsigned parity, Site site) {
             ++i;
             continue;
         }
+        race_forget(bulk[i].to, bulk[i].bytes);
         memcpy(bulk[i].to, bulk[i].from, bulk[i].bytes);
         state = load(barrier, site);
         state.bytes -= bulk[i].bytes;
@@ -113,6 +129,8 @@ void settle_cluster(Cluster* cluster) {
     if (!cluster->arrived || cluster->arrived < cluster->alive_threads) return;
     cluster->arrived = 0;
     ++cluster->phase;
+    if (launch.finds_races) add_clock(cluster->barrier.done, cluster->barrier.arrived);
+    cluster->barrier.arrived.clear();
     progress();
 }
 
@@ -122,12 +140,14 @@ void cluster_arrive(Site site) {
         fail("cluster_arrive at %s:%d: arrived before and has not waited", site.file, site.line);
     self()->cluster_phase = cluster->phase + 1;
     ++cluster->arrived;
+    race_release(cluster->barrier.arrived);
     settle_cluster(cluster);
 }
 
 void cluster_wait(Site site) {
     Cluster* cluster = self()->block->cluster;
     while (cluster->phase < self()->cluster_phase) spin("cluster_wait", site);
+    race_acquire(self(), cluster->barrier.done);
 }
 
 void* cluster_map(const void* shared, unsigned rank) {

@@ -58,6 +58,7 @@ static bool complete_meeting(Warp* warp, unsigned lane) {
                 lane, warp->what[lane], warp->masks[lane], warp->lanes[lane].site.file,
                 warp->lanes[lane].site.line, other, warp->what[other], warp->masks[other],
                 warp->lanes[other].site.file, warp->lanes[other].site.line);
+    if (!strcmp(warp->what[lane], "__syncwarp")) race_meeting(warp, need);
     warp->completes[lane](warp->operands, need);
     warp->arrived &= ~need;
     warp->ready |= need;
@@ -91,9 +92,13 @@ void settle_barrier(Block* block, int id) {
     if (!barrier.arrived || barrier.arrived < count) return;
     barrier.arrived = 0;
     for (Warp& warp : block->warps) {
+        if (launch.finds_races)
+            for (unsigned lane = 0; lane < 32; ++lane)
+                if (warp.at_barrier[id] >> lane & 1) race_acquire(warp.lanes + lane, barrier.clock);
         warp.ready |= warp.at_barrier[id];
         warp.at_barrier[id] = 0;
     }
+    barrier.clock.clear();
     progress();
 }
 
@@ -115,6 +120,7 @@ void block_barrier(int id, unsigned count, bool is_waiting, const char* what, Si
             what, count, site.file, site.line, barrier.site.file, barrier.site.line, barrier.count);
     }
     ++barrier.arrived;
+    race_release(barrier.clock);
     unsigned bit = 1u << fiber->lane;
     if (is_waiting) fiber->warp->at_barrier[id] |= bit;
     settle_barrier(fiber->block, id);
@@ -144,6 +150,7 @@ static Block* new_block(Cluster* cluster, unsigned rank, uint3 index) {
                         i / request->block[0] / request->block[1]};
         fiber.block_index = index;
         fiber.lane = i % 32;
+        fiber.number = rank * threads + i;
         fiber.block = block;
         fiber.shared = block->shared;
         Warp& warp = block->warps[i / 32];
@@ -316,6 +323,8 @@ static void run_all(std::vector<uint64_t>& waiting) {
 extern "C" __attribute__((visibility("default"))) int emulate_launch(Request* request) {
     launch = Launch{};
     launch.request = request;
+    const char* asked = getenv("MINIDFLASH_RACES");
+    launch.finds_races = asked && *asked && strcmp(asked, "0");
     launch.random = (uint64_t)request->seed * 2 + 0x9e3779b97f4a7c15ull;
     request->error[0] = 0;
     emulate_grid.grid = {request->grid[0], request->grid[1], request->grid[2]};
@@ -335,6 +344,7 @@ extern "C" __attribute__((visibility("default"))) int emulate_launch(Request* re
     release_faults();
     for (Cluster* cluster : launch.resident) delete_cluster(cluster);
     launch.resident.clear();
+    launch.finds_races = false;
     return launch.has_failed;
 }
 

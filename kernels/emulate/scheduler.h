@@ -1,5 +1,6 @@
 /* Inside the runtime: fibers, warps, blocks, clusters and the launch they belong to. */
 #pragma once
+#include <map>
 #include <vector>
 
 #include "fibers.h"
@@ -7,6 +8,20 @@
 namespace emulate {
 
 constexpr size_t STACK_BYTES = 128 << 10;  // address space; a page or two of it is ever touched
+
+using Clock = std::vector<uint32_t>;  // by thread of a cluster: races.cpp
+
+/* One access of a byte: by whom, at which of its clock's counts, from where. */
+struct Access {
+    unsigned fiber;
+    uint32_t clock;
+    const void* place;
+};
+
+struct History {
+    Access write{};
+    std::vector<Access> reads;  // since the write
+};
 
 struct Copy {
     char* to;
@@ -23,6 +38,8 @@ struct Fiber : Thread {
     unsigned cluster_phase;
     unsigned open_group;  // cp.async group that the next commit closes
     std::vector<Copy> copies;
+    unsigned number;  // in its cluster
+    Clock clock;
 };
 
 struct Warp {
@@ -41,10 +58,18 @@ struct Barrier {
     unsigned arrived, count;
     const char* what;
     Site site;
+    Clock clock;  // of those who arrived
+};
+
+struct Phases {
+    Clock arrived, done;  // in this phase; in all that are complete
 };
 
 struct Cluster {
     std::vector<Block*> blocks;
+    Phases barrier;
+    std::map<const void*, Phases> mbarriers;
+    std::map<const void*, Clock> counters;
     unsigned alive_threads, alive_blocks, arrived, phase;
 };
 
@@ -56,6 +81,7 @@ struct Block {
     std::vector<Warp> warps;
     Barrier barriers[16];
     std::vector<Copy> bulk;
+    std::vector<History> history;  // of each byte of shared memory
 };
 
 struct Span {
@@ -84,7 +110,7 @@ struct Launch {
     std::vector<Cluster*> resident;
     std::vector<Fiber*> griddep_waiters;
     std::vector<std::vector<char>> saved;  // contents of the poisoned spans until griddep_wait
-    bool has_failed;
+    bool has_failed, finds_races;
     uint64_t progress, random;
     uint64_t runs;  // turns given to fibers
 };
@@ -107,6 +133,12 @@ void restore_outputs();
 void describe_waiters(char* text, size_t bytes);
 void catch_faults();
 void release_faults();
+void add_clock(Clock& into, const Clock& from);
+void race_release(Clock& to);  // by the thread that runs
+void race_acquire(Fiber* fiber, const Clock& from);
+void race_meeting(Warp* warp, unsigned lanes);
+void race_access(const void* address, size_t bytes, bool is_write, const void* place);
+void race_forget(const void* shared, size_t bytes);
 void start_watchdog();
 void stop_watchdog();
 

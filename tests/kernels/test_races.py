@@ -1,0 +1,66 @@
+"""The emulator's check for races in shared memory: it finds planted ones, and none in the kernels.
+
+Each run is a process with MINIDFLASH_RACES=1, for which kernels are built anew. What it takes for order: barriers,
+__syncwarp, mbarriers, cluster barriers, atomics and counters; not shuffles (kernels/emulate/races.cpp).
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from minidflash.kernels.emulate import EmulatedDevice, EmulationError
+
+from tests.conftest import open_or_skip
+
+SAMPLES = Path(__file__).parent / "samples"
+PLANTED = {
+    "neighbour": ((64, 1, [0]), (64, 1, [1])), "lanes": ((32, 1, [0]), (32, 1, [1])),
+    "hand_over": ((64, 1, [0, 1]), (64, 1, [1, 1])), "across": ((32, 2, [0]), (32, 2, [1])),
+}  # fmt: skip
+# Some tests of the files whose kernels meet in shared memory.
+CHECKED = {
+    "test_fast_gemm": "emulate and not 4096", "test_fast_bits": "emulate and every_cut",
+    "test_fast_attend": "emulate and (many_clusters or slots or later_row)", "test_fast_prefill": "emulate and not long",
+    "test_sample": "emulate-f32 and matches_oracle and 17-40-77", "test_plain": "emulate", "test_head": "emulate",
+}  # fmt: skip
+
+
+@pytest.fixture
+def racing(monkeypatch):
+    """(kernel, threads, cluster, scalars) -> a launch of samples/races.cu under the check."""
+    open_or_skip("emulate", "f32")
+    monkeypatch.setenv("MINIDFLASH_RACES", "1")
+    device = EmulatedDevice()
+
+    def run(name, threads, cluster, scalars):
+        function = device.function(SAMPLES / "races.cu", name)
+        device.launch(function, cluster, threads, 0, [np.zeros(64, np.int32), *scalars], cluster=cluster)
+
+    return run
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_races_are_found(racing, name):
+    racy, ordered = PLANTED[name]
+    racing(name, *ordered)
+    with pytest.raises(EmulationError, match=r"a race in shared memory: .*races\.cu:\d+"):
+        racing(name, *racy)
+
+
+def test_a_write_before_the_reader_is_done_is_found(racing):
+    with pytest.raises(EmulationError, match="writes what was read|reads what was written"):
+        racing("hand_over", 64, 1, [1, 0])
+
+
+@pytest.mark.parametrize("file", CHECKED)
+def test_kernels_have_no_races(file):
+    open_or_skip("emulate", "f32")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", CHECKED[file],
+               str(Path(__file__).parent / f"{file}.py")]  # fmt: skip
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, env=os.environ | {"MINIDFLASH_RACES": "1"}
+    )
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:] + done.stderr[-2000:]
