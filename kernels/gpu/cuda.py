@@ -12,6 +12,8 @@ from ..ops import DTYPES, storage
 from . import GpuBackend, as_stored, stacked_shape, stored_type
 from .staging import HostArray, Staging
 
+AHEAD = 0  # bytes of weights that are read before they are asked for, at least one weight
+
 
 def _cupy():
     try:
@@ -145,7 +147,7 @@ class CudaBackend(GpuBackend):
             return self._cupy.cuda.runtime.memGetInfo()[0] + self._cupy.get_default_memory_pool().free_bytes()
 
     def read_ahead(self, weights):
-        """Announce the parts of the next calls of `weight`, in order: one is read while the one before it is packed.
+        """Announce the parts of the next calls of `weight`, in order: they are read while those before them are packed.
 
         weights: the lists of checkpoint tensors that `weight` will get.
         """
@@ -156,17 +158,18 @@ class CudaBackend(GpuBackend):
     def load(self, parts, dtype):
         """Device array (rows, cols) of tensors stacked along rows, in u16 or f32."""
         with self._failures:
-            if self._begun and self._begun[0] is parts:
-                (_, transfer), self._begun = self._begun, None
+            if self._begun and self._begun[0][0] is parts:
+                _, transfer = self._begun.popleft()
             else:
                 transfer = self._begin(parts, dtype)
             self._begin_next()
-            transfer.wait()
+            self._staging.wait(transfer)
         return transfer.array
 
     def _forget_staging(self):
         """No weight is announced or under way: threads and pinned buffers go."""
-        self._staging, self._coming, self._begun = None, deque(), None  # (parts, Transfer) of the next load
+        self._staging = None  # first: then no copy is under way into what goes with the rest
+        self._coming, self._begun = deque(), deque()  # lists of parts; (parts, Transfer) of the next loads
 
     def _begin(self, parts, dtype):
         """The Transfer of stacked tensors, whose bytes begin to come."""
@@ -175,9 +178,15 @@ class CudaBackend(GpuBackend):
         return self._staging.begin(sources, self.empty(stacked_shape(parts), dtype))
 
     def _begin_next(self):
-        if self._coming and self._begun is None:
-            parts = self._coming.popleft()
-            self._begun = parts, self._begin(parts, stored_type(parts))
+        """Begin what is announced, AHEAD bytes of it or at least one."""
+        ahead = sum(transfer.array.nbytes for _, transfer in self._begun)
+        while self._coming:
+            parts = self._coming[0]
+            ahead += sum(part.nbytes for part in parts)
+            if self._begun and ahead > AHEAD:
+                break
+            self._coming.popleft()
+            self._begun.append((parts, self._begin(parts, stored_type(parts))))
 
     def compile(self, calls, bucket=None):
         """A program that replays checked calls in order: a graph, or the calls one by one (graph=False)."""

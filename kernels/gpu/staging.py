@@ -6,14 +6,21 @@ emptied, the readers were idle half of the time (H100, 16 cores); a stream for e
 """
 
 import ctypes
+import mmap
 from queue import SimpleQueue
 from threading import Lock, Thread
 
 import numpy as np
 
-PIECE = 4 << 20  # bytes of a buffer: 2 MB make Python the limit, 8 MB leave the caches
+from .pump import pump, state_of
+
+PIECE = 4 << 20  # bytes of a buffer
 THREADS = 12
 BUFFERS = 2  # of a thread: one is copied while the other is read into
+RUN = 1  # pieces of a job, for which a thread takes the interpreter's lock once if the job runs in pump.py
+NATIVE = False  # jobs from files run in pump.py; else here
+OWN_STREAM = False  # copies have a stream, and go on while kernels pack; else the engine's
+REGISTERED = False  # buffers are filled with zeros by their thread and then pinned; else the driver does both, one by one
 
 
 class HostArray:
@@ -29,88 +36,157 @@ class HostArray:
 
 
 class Transfer:
-    """Sources on their way into an array, one behind the other. `wait` before what uses it is launched."""
+    """Sources on their way into an array, one behind the other, in so many jobs."""
 
-    def __init__(self, array, pieces):
-        self.array = array  # kept while threads have pieces of it, whatever becomes of who asked
-        self._left, self._lock, self._is_done, self._error = pieces, Lock(), Lock(), None
-        if pieces:
+    def __init__(self, array, jobs):
+        self.array = array  # kept while threads have jobs of it, whatever becomes of who asked
+        self.error = None  # of a thread
+        self._left, self._lock, self._is_done = jobs, Lock(), Lock()
+        if jobs:
             self._is_done.acquire()
 
     def wait(self):
-        """Until every copy is in the stream. Errors: what a thread met."""
+        """Until every copy is in the staging's stream, or there was an error."""
         with self._is_done:
-            if self._error:
-                raise self._error
+            pass
 
-    def end_piece(self, error=None):
-        """By a thread: one piece is in the stream, or there will be none of it."""
+    def end_job(self, error=None):
+        """By a thread: the copies of one job are in the stream, or some never will be."""
         with self._lock:
-            self._error = self._error or error
+            self.error = self.error or error
             self._left -= 1
             if not self._left:
                 self._is_done.release()
 
 
 class Staging:
-    """The threads and their buffers, on a CudaDevice. Copies go to its stream, so kernels launched later see them.
+    """The threads and their buffers, on a CudaDevice. Kernels launched on its stream after a `wait` see the copies.
 
-    Sources have `nbytes` and `read_into(buffer, first)`, which threads call.
+    Sources have `nbytes` and `read_into(buffer, first)`, which threads call; files also `file` and `start`, see Tensor.
     """
 
     def __init__(self, device):
         self._device, self._jobs = device, SimpleQueue()
-        self._threads = [Thread(target=_work, args=(device, self._jobs), daemon=True) for _ in range(THREADS)]
+        self._stream = device.new_stream() if OWN_STREAM else device.driver_stream
+        self._event = device.do(device.driver.cuEventCreate(2))  # 2: without timing
+        self._open = []  # transfers begun: their memory serves nobody else while copies may be under way
+        self._threads = [
+            Thread(target=_work, args=(device, self._stream, self._jobs), daemon=True) for _ in range(THREADS)
+        ]
         for thread in self._threads:
             thread.start()
 
     def begin(self, sources, array):
         """The `Transfer` of sources into a device array, in turn with those begun before."""
-        jobs, address = [], array.data.ptr
+        self._order(self._device.driver_stream, self._stream)  # a kernel may still use the array's memory
+        jobs, address, step = [], array.data.ptr, PIECE * RUN
         for source in sources:
-            for first in range(0, source.nbytes, PIECE):
-                jobs.append((source, first, min(PIECE, source.nbytes - first), address + first))
+            for first in range(0, source.nbytes, step):
+                jobs.append((source, first, min(step, source.nbytes - first), address + first))
             address += source.nbytes
         transfer = Transfer(array, len(jobs))
+        self._open.append(transfer)
         for job in jobs:
             self._jobs.put((transfer, *job))
         return transfer
+
+    def wait(self, transfer):
+        """Until kernels that are launched from now on see the whole array. Errors: what a thread met."""
+        transfer.wait()
+        # After an error too: the array's memory may come to serve others, behind copies that are under way.
+        self._order(self._stream, self._device.driver_stream)
+        self._open.remove(transfer)
+        if transfer.error:
+            raise transfer.error
+
+    def _order(self, before, after):
+        """What comes into stream `after` from now on waits for what is in `before`."""
+        if before is not after:
+            device, driver = self._device, self._device.driver
+            device.enter()
+            device.do(driver.cuEventRecord(self._event, before))
+            device.do(driver.cuStreamWaitEvent(after, self._event, 0))
 
     def __del__(self):
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
             thread.join()
+        self._device.driver.cuEventDestroy(self._event)
+        if self._stream is not self._device.driver_stream:
+            self._device.driver.cuStreamDestroy(self._stream)
 
 
-def _work(device, jobs):
+def _work(device, stream, jobs):
     """What a thread does until the job is None."""
-    driver, ring, turn = device.driver, [], 0
+    ring = None
     while job := jobs.get():
-        transfer, source, first, count, address = job
+        transfer, *what = job
         try:
-            if not ring:
+            if ring is None:
                 device.enter()
-            if len(ring) < BUFFERS:
-                ring.append(_pinned(device))  # when it is needed: pinning is slower than reading
-            buffer, view, copied = ring[turn % len(ring)]
-            turn += 1
-            device.do(driver.cuEventSynchronize(copied))  # at once for one never recorded
-            source.read_into(view[:count], first)
-            device.do(driver.cuMemcpyHtoDAsync(address, buffer, count, device.driver_stream))
-            device.do(driver.cuEventRecord(copied, device.driver_stream))
+                ring = Ring(device, stream)
+            ring.copy(*what)
         except BaseException as error:  # noqa: BLE001 it is raised where the bytes are waited for
-            transfer.end_piece(error)
+            transfer.end_job(error)
         else:
-            transfer.end_piece()
-    for buffer, _, copied in ring:
-        driver.cuEventSynchronize(copied)  # a lost device has lost its memory too: no code is asked for
-        driver.cuEventDestroy(copied)
-        driver.cuMemFreeHost(buffer)
+            transfer.end_job()
+        del job, transfer, what  # an idle thread keeps no array
+    if ring is not None:
+        ring.close()
 
 
-def _pinned(device):
-    """(address, its bytes, event of the last copy from there)."""
-    buffer = int(device.do(device.driver.cuMemHostAlloc(PIECE, 0)))
-    view = memoryview((ctypes.c_uint8 * PIECE).from_address(buffer)).cast("B")
-    return buffer, view, device.do(device.driver.cuEventCreate(2))  # 2: without timing
+class Ring:
+    """A thread's pinned buffers, which take turns."""
+
+    def __init__(self, device, stream):
+        self._device, self._stream, self._turn, self._memory = device, stream, 0, None
+        driver, size = device.driver, PIECE * BUFFERS
+        if REGISTERED:
+            self._memory = mmap.mmap(-1, size)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                self._memory.madvise(mmap.MADV_HUGEPAGE)
+            first = ctypes.addressof(ctypes.c_uint8.from_buffer(self._memory))
+            ctypes.memset(first, 0, size)
+            device.do(driver.cuMemHostRegister(first, size, 0))
+        else:
+            first = int(device.do(driver.cuMemHostAlloc(size, 0)))
+        self._first = first
+        self._buffers = []  # (address, its bytes, event of the last copy from there)
+        for address in range(first, first + size, PIECE):
+            view = memoryview((ctypes.c_uint8 * PIECE).from_address(address)).cast("B")
+            self._buffers.append((address, view, device.do(driver.cuEventCreate(2))))
+        self._state = self._pump = None
+        if NATIVE:
+            self._state = state_of(device, stream, PIECE, [(a, event) for a, _, event in self._buffers])
+            self._pump = pump()
+
+    def copy(self, source, first, count, address):
+        """Bytes of a source, from `first` on, to the device."""
+        done, file = 0, getattr(source, "file", None)
+        if self._state is not None and file is not None:
+            done = self._pump(file, source.start + first, count, address, self._turn, self._state)
+            self._turn += -(-done // PIECE)
+            code = self._state[7]
+            if code:
+                self._device.do((self._device.driver.CUresult(code),))
+        while done < count:  # from elsewhere; or a read fell short, and now says why
+            step = min(PIECE, count - done)
+            self._copy_piece(source, first + done, step, address + done)
+            done += step
+
+    def _copy_piece(self, source, first, count, address):
+        device, driver = self._device, self._device.driver
+        buffer, view, copied = self._buffers[self._turn % len(self._buffers)]
+        self._turn += 1
+        device.do(driver.cuEventSynchronize(copied))  # at once for one never recorded
+        source.read_into(view[:count], first)
+        device.do(driver.cuMemcpyHtoDAsync(address, buffer, count, self._stream))
+        device.do(driver.cuEventRecord(copied, self._stream))
+
+    def close(self):
+        driver = self._device.driver
+        for _, _, copied in self._buffers:
+            driver.cuEventSynchronize(copied)  # a lost device has lost its memory too: no code is asked for
+            driver.cuEventDestroy(copied)
+        (driver.cuMemHostUnregister if REGISTERED else driver.cuMemFreeHost)(self._first)

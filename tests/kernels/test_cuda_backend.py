@@ -105,6 +105,7 @@ class Driver:
         from cuda.bindings import driver
 
         self.real, self.calls, self.kept, self.fails, self.launched_on = driver, [], [], {}, []
+        self.order = []  # (what, stream) of copies, records and waits
 
     def __getattr__(self, name):
         if not name.startswith("cu") or not name[2].isupper():
@@ -115,7 +116,13 @@ class Driver:
         self.calls.append(name)
         if name in self.fails:
             return (self.fails[name],)
+        if name in ("cuMemcpyHtoDAsync", "cuEventRecord"):
+            self.order.append(("copy" if "Memcpy" in name else "record", int(args[-1])))
+        if name == "cuStreamWaitEvent":
+            self.order.append(("wait", int(args[0])))
         code = self.real.CUresult.CUDA_SUCCESS
+        if name == "cuGetProcAddress":
+            return code, self.address(args[0].decode()), 0
         if name == "cuLaunchKernelEx":
             self.launched_on.append(int(args[0].hStream))
             return (code,)
@@ -141,6 +148,16 @@ class Driver:
             "cuOccupancyMaxActiveClusters": 132,
         }  # fmt: skip
         return code, answers.get(name, 3)
+
+    def address(self, name):
+        """Of a function for compiled code, which passes on what it is asked."""
+
+        def call(*args):
+            return int(self.answer(name, args)[0])
+
+        count = {"cuEventSynchronize": 1, "cuEventRecord": 2, "cuMemcpyHtoDAsync": 4}[name]
+        self.kept.append(ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_uint64] * count)(call))
+        return ctypes.cast(self.kept[-1], ctypes.c_void_p).value
 
     def count(self, name):
         return self.calls.count(name)
@@ -196,12 +213,23 @@ def test_start_times_a_program_and_fetches_what_it_left(opened):
     assert (found == np.arange(6).reshape(2, 3)).all() and found.flags.writeable
 
 
-@pytest.fixture
-def small_buffers(monkeypatch):
-    """Pinned buffers so few and small that each is filled many times. Returns their number."""
-    for name, value in {"PIECE": 1000, "THREADS": 2, "BUFFERS": 1}.items():
+WAYS = {
+    "python": {"NATIVE": False, "OWN_STREAM": False, "REGISTERED": False, "RUN": 1, "BUFFERS": 1},
+    "compiled": {"NATIVE": True, "OWN_STREAM": True, "REGISTERED": True, "RUN": 3, "BUFFERS": 2},
+}
+
+
+@pytest.fixture(params=WAYS)
+def small_buffers(request, monkeypatch):
+    """Pinned buffers so few and small that each is filled many times. Returns how many threads have some."""
+    for name, value in {"PIECE": 1000, "THREADS": 2, **WAYS[request.param]}.items():
         monkeypatch.setattr(staging, name, value)
+    monkeypatch.setattr(cuda, "AHEAD", 7000 if request.param == "compiled" else 0)
     return 2
+
+
+def pinned(driver):
+    return driver.count("cuMemHostAlloc") + driver.count("cuMemHostRegister")
 
 
 def test_weights_are_copied_piece_by_piece(opened, rng, small_buffers):
@@ -211,7 +239,7 @@ def test_weights_are_copied_piece_by_piece(opened, rng, small_buffers):
     assert (found.dtype, found.layout, found.shape) == ("bf16", "plain", (57, 33))
     assert (ops.download(found.data) == np.concatenate([p.array for p in parts])).all()
     assert driver.count("cuMemcpyHtoDAsync") == 4 + 1
-    assert 1 <= driver.count("cuMemHostAlloc") <= small_buffers
+    assert 1 <= pinned(driver) <= small_buffers
     mixed = ops.weight([Make(rng, weights="f32").w(5, 8), Make(rng, weights="bf16").w(3, 8)])
     assert mixed.dtype == "f32" and not (ops.download(mixed.data)[5:].view(np.uint32) & 0xFFFF).any()
 
@@ -233,7 +261,7 @@ def test_what_is_announced_may_be_asked_for_in_any_order(opened, rng, small_buff
     ops.read_ahead(weights)
     for i in asked:
         assert (ops.download(ops.weight(weights[i], "q").data) == weights[i][0].array).all()
-    assert driver.count("cuMemHostAlloc") <= small_buffers
+    assert pinned(driver) <= small_buffers
 
 
 def test_the_next_weight_is_read_before_it_is_asked_for(opened, rng, small_buffers, tmp_path):
@@ -242,6 +270,8 @@ def test_the_next_weight_is_read_before_it_is_asked_for(opened, rng, small_buffe
     weights, seen, is_ahead = written(tmp_path, rng, 2), [], threading.Event()
 
     class Watched:
+        file = None  # it is read by `read_into`, always
+
         def __init__(self, tensor):
             self.tensor = tensor
 
@@ -277,14 +307,62 @@ def test_a_file_that_shrinks_while_it_is_read_is_one_line(opened, rng, small_buf
 
 
 @pytest.mark.parametrize(
-    "call", ["cuCtxSetCurrent", "cuMemHostAlloc", "cuMemcpyHtoDAsync", "cuEventSynchronize"]
-)
+    "call",
+    [
+        "cuCtxSetCurrent", "cuMemHostAlloc", "cuMemHostRegister", "cuGetProcAddress", "cuMemcpyHtoDAsync",
+        "cuEventSynchronize", "cuEventRecord",
+    ],
+)  # fmt: skip
 def test_a_driver_that_fails_in_a_thread_is_one_line(opened, rng, small_buffers, tmp_path, call):
+    if call in ("cuMemHostRegister", "cuMemHostAlloc") and staging.REGISTERED != call.endswith("Register"):
+        pytest.skip("the other call pins")
+    if call == "cuGetProcAddress" and not staging.NATIVE:
+        pytest.skip("nothing compiled")
     ops, driver = opened()
     driver.fails[call] = driver.real.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
     with pytest.raises(UserError, match="the GPU failed: .*ILLEGAL_ADDRESS") as caught:
         ops.weight(written(tmp_path, rng, 1)[0], "q")
     assert caught.value.code == 3 and "\n" not in str(caught.value)
+
+
+def test_a_read_that_falls_short_goes_on_where_it_ended(opened, rng, small_buffers, tmp_path, monkeypatch):
+    """As a signal leaves one: the compiled loop gives up, and what is left of its job is read here."""
+    monkeypatch.setattr(staging, "NATIVE", True)
+    reads, make_state = [], staging.state_of
+
+    def read(file, buffer, count, first):
+        reads.append(count)
+        data = os.pread(file, count if len(reads) != 2 else 10, first)
+        ctypes.memmove(buffer, data, len(data))
+        return len(data)
+
+    i64 = ctypes.c_int64
+    short = ctypes.CFUNCTYPE(i64, ctypes.c_int, ctypes.c_void_p, i64, i64)(read)
+
+    def changed(*args):
+        state = make_state(*args)
+        state[0] = ctypes.cast(short, ctypes.c_void_p).value
+        return state
+
+    monkeypatch.setattr(staging, "state_of", changed)
+    ops, _ = opened()
+    (weight,) = written(tmp_path, rng, 1)
+    assert (ops.download(ops.weight(weight, "q").data) == weight[0].array).all() and len(reads) >= 2
+
+
+def test_copies_and_kernels_wait_for_each_other(opened, rng, small_buffers, tmp_path):
+    """Copies on a stream of their own: behind what used the memory before, and what follows is behind them."""
+    ops, driver = opened()
+    ops.weight(written(tmp_path, rng, 1)[0], "q")
+    mine = ops.backend.device.stream
+    streams = {stream for name, stream in driver.order if name == "copy"}
+    assert len(streams) == 1 and (streams == {mine}) != staging.OWN_STREAM
+    if staging.OWN_STREAM:
+        (own,) = streams
+        kept = [step for step in driver.order if step[0] == "wait" or step == ("record", mine)]
+        assert kept == [("record", mine), ("wait", own), ("wait", mine)]
+        last_copy = max(i for i, step in enumerate(driver.order) if step[0] == "copy")
+        assert driver.order[last_copy + 1 :][-2:] == [("record", own), ("wait", mine)]
 
 
 def test_buffers_come_back_as_they_were_put(opened, rng):
