@@ -1,10 +1,10 @@
-"""The products of a prompt on a GPU: every tile side by side, torch's matmul (cuBLAS) as the peer.
+"""The products of a prompt on a GPU: every frame and tile side by side, torch's matmul (cuBLAS) as the peer.
 
-    python bench/prefill_gemm.py [--shapes 6144x4096,...] [--rows 64,256,1024,2048] [--seconds 300]
+    python bench/prefill_gemm.py [--shapes 6144x4096,...] [--rows 64,256,1024,2048] [--frames wgmma,mma] [--seconds 300]
 
 A time is per launch: the median over replays of one graph of at least 8 launches, each on another of the weights that
-together fill 200 MB. linear_add_prefill is timed for every shape (its epilogue reads and adds the residual), gate_up
-and qkv's f32 product once at the largest number of rows. The last line adds up a Qwen3-8B prompt of that many rows.
+together fill 200 MB. linear_add_prefill is timed for every shape (its end reads and adds the residual), without the pass
+that lays tokens for wgmma; gate_up and qkv's f32 product with it, once at the largest number of rows. The last line adds up a Qwen3-8B prompt of that many rows.
 Writes bench/results/prefill-gemm-CARD.json (into $OUT where that is set); the table comes last. Needs torch.
 """
 
@@ -27,7 +27,10 @@ from minidflash.errors import UserError
 SHAPES = "6144x4096,4096x4096,24576x4096,4096x12288,4096x20480,960x576,1536x576"
 LAYER = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)]  # a layer of Qwen3-8B, 36 of them
 ROTATED = 200e6
-MORE = [(64, 8, 6), (128, 8, 4), (128, 8, 6), (128, 16, 3), (128, 16, 4), (256, 8, 3), (128, 4, 4)]
+MORE = {
+    "mma": ((64, 8, 6, 1), (128, 8, 4, 1), (128, 16, 3, 1), (256, 8, 3, 1), (128, 4, 4, 1)),
+    "wgmma": ((64, 8, 6, 1), (128, 8, 6, 1), (128, 8, 4, 2), (256, 8, 3, 2), (256, 8, 4, 1), (256, 8, 4, 4)),
+}
 
 
 class Bench:
@@ -38,7 +41,7 @@ class Bench:
         self.pool = torch.randn(300 * 2**20, device="cuda", dtype=torch.bfloat16) * 0.02
         self.tokens = torch.randn(2048 * 20480, device="cuda", dtype=torch.bfloat16)
         self.x = torch.zeros(2048 * 24576, device="cuda", dtype=torch.bfloat16)
-        self.work = torch.zeros(2048 * 24576 + 2**20, device="cuda")
+        self.work = torch.zeros(2048 * 24576 + 2**24, device="cuda")
 
     def weights(self, outputs, cols, layout="packed"):
         """Weights that rotate: random bits are as good packed as plain."""
@@ -61,12 +64,17 @@ class Bench:
             return None
         return timed([lambda w=w: call(w) for w in weights * -(-8 // len(weights))], replays)
 
+    def laid(self, rows, cols):
+        tokens = Buffer(self.tokens[: rows * cols].view(rows, cols))
+        return prefill.tokens(self.backend, tokens, None, 0.0, Buffer(self.work))[0]
+
     def linear_add(self, rows, outputs, cols, tile, replays):
-        a = Buffer(self.tokens[: rows * cols].view(rows, cols))
-        x = Buffer(self.x[: rows * outputs].view(rows, outputs))
+        a, x = self.laid(rows, cols), Buffer(self.x[: rows * outputs].view(rows, outputs))
 
         def call(w):
-            assert prefill.linear_add(self.backend, a, w, None, None, 0, x, None, None, tile=tile)
+            args = [w.data, a, None, None, x, None, rows, outputs, cols, 0, 0]
+            file = "linear_add_prefill"
+            prefill.launch(self.backend, f"{file}.cu", file, rows, outputs, args, tile=tile)
 
         return self.timed(self.weights(outputs, cols), call, replays)
 
@@ -82,7 +90,7 @@ class Bench:
             assert prefill.gate_up(self.backend, x, norm, 1e-6, w, work, h)
 
         def qkv(w):
-            laid, scale, y = prefill.normed(self.backend, x, norm, 1e-6, work)
+            laid, scale, y = prefill.tokens(self.backend, x, norm, 1e-6, work)
             prefill.linear(self.backend, rows, w, laid, scale, y)
 
         return {
@@ -107,13 +115,12 @@ class Bench:
         packed = torch.empty(tiles * chunks * 512, device="cuda", dtype=torch.bfloat16)
         args = [Buffer(plain), Buffer(plain[8:]), Buffer(packed), outputs, outputs - 8, 16, tiles, cols]
         self.backend.launch("pack.cu", "pack", -(-tiles * chunks * 32 // 256), 256, 0, args)
-        weight, tokens = Weight(outputs, cols, "bf16", "packed", Buffer(packed)), self.tokens[: rows * cols]
-        y = torch.zeros(rows, outputs, device="cuda")
-        prefill.linear(self.backend, rows, weight, Buffer(tokens), None, Buffer(y), tile=tile)
-        alone = torch.zeros(1, outputs, device="cuda")
-        prefill.linear(self.backend, 1, weight, Buffer(tokens), None, Buffer(alone))
+        weight = Weight(outputs, cols, "bf16", "packed", Buffer(packed))
+        y, alone = (torch.zeros(count, outputs, device="cuda") for count in (rows, 1))
+        prefill.linear(self.backend, rows, weight, self.laid(rows, cols), None, Buffer(y), tile=tile)
+        prefill.linear(self.backend, 1, weight, self.laid(1, cols), None, Buffer(alone))
         torch.cuda.synchronize()
-        tokens = tokens.view(rows, cols)
+        tokens = self.tokens[: rows * cols].view(rows, cols)
         want, terms = tokens.double() @ plain.double().T, tokens.double().abs() @ plain.double().abs().T
         return float(((y.double() - want).abs() / terms).max()), bool((alone[0] == y[0]).all())
 
@@ -122,6 +129,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shapes", default=SHAPES)
     parser.add_argument("--rows", default="64,256,1024,2048")
+    parser.add_argument("--frames", default="wgmma,mma")
     parser.add_argument("--replays", type=int, default=20)
     parser.add_argument(
         "--seconds", type=float, default=300, help="only the tile of the rule, after this long"
@@ -129,18 +137,23 @@ def main():
     args = parser.parse_args()
     begun, bench, name = time.perf_counter(), Bench(), torch.cuda.get_device_name()
     copy, results, table, sums = copy_gb_s(bench.pool), [], [], {}
-    rows_list = [int(rows) for rows in args.rows.split(",")]
+    rows_list, frames = [int(rows) for rows in args.rows.split(",")], args.frames.split(",")
     for outputs, cols in (tuple(map(int, shape.split("x"))) for shape in args.shapes.split(",")):
         for rows in rows_list:
-            own, tried = prefill.choose(bench.backend.sms, rows, outputs), {}
-            for tile in dict.fromkeys([own, *prefill.TILES, *MORE]):
-                if tried and time.perf_counter() - begun > args.seconds:
-                    break
-                us = bench.linear_add(rows, outputs, cols, tile, args.replays)
-                if us:
-                    tried[tile] = us
-            best, peer = min(tried, key=tried.get), bench.cublas(rows, outputs, cols, args.replays)
-            error, is_same = bench.error(rows, outputs, cols, best)
+            tried, owns = {}, []
+            for frame in frames:
+                bench.backend.prefill_frame = frame
+                owns.append((frame, *prefill.choose(bench.backend.sms, rows, outputs, frame)))
+                for tile in dict.fromkeys([owns[-1][1:], *prefill.TILES[frame], *MORE[frame]]):
+                    if owns[-1] in tried and time.perf_counter() - begun > args.seconds:
+                        break
+                    us = bench.linear_add(rows, outputs, cols, tile, args.replays)
+                    if us:
+                        tried[frame, *tile] = us
+            own, best = owns[0], min(tried, key=tried.get)
+            peer = bench.cublas(rows, outputs, cols, args.replays)
+            bench.backend.prefill_frame = best[0]
+            error, is_same = bench.error(rows, outputs, cols, best[1:])
             flops = 2 * rows * outputs * cols
             results.append({
                 "outputs": outputs, "cols": cols, "rows": rows, "us": tried[own], "tflop_s": flops / tried[own] / 1e6,
@@ -158,7 +171,7 @@ def main():
                 flush=True,
             )
             sums[rows, outputs, cols] = tried[best], peer
-    most = max(rows_list)
+    most, bench.backend.prefill_frame = max(rows_list), frames[0]
     others = bench.others(most, args.replays)
     if all((most, *shape) in sums for shape in LAYER):
         ours, peer = (36 * sum(sums[most, *shape][i] for shape in LAYER) / 1e3 for i in (0, 1))

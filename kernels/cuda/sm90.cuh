@@ -176,6 +176,17 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* global, u32 
         : "memory");
 }
 
+/* The same into every block of the cluster whose bit is set in `ranks`, at the same place, for its same
+ * barrier. */
+__device__ __forceinline__ void bulk_load_to(void* shared, const void* global, u32 bytes, u64* barrier,
+                                             u16 ranks) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(shared)),
+        "l"(global), "r"(bytes), "r"(shared_address(barrier)), "h"(ranks)
+        : "memory");
+}
+
 /* Between plain accesses of shared memory and a bulk copy that follows them there. */
 __device__ __forceinline__ void fence_async_shared() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

@@ -5,6 +5,7 @@ wrong with a kernel, so it is strict where a GPU is lenient:
   shared memory starts as NaN bits, and becomes NaN bits when its block ends;
   cp.async and bulk copies land only at the wait that makes them visible, their target is NaN bits until then;
   with dependent=True, what the launch before wrote is NaN bits until griddep_wait, and is restored there;
+  a wgmma happens at the wait that covers it, its sums are NaN bits until then;
   barriers reached from two places, meetings of lanes in different operations, and deadlocks are errors that
   name the kernel, block, thread and what each thread waits for;
   blocks beyond what the device holds at once start when others end, so a grid barrier needs cooperative=True;
@@ -19,7 +20,7 @@ has guard zones. A report ends that process.
 With MINIDFLASH_RACES=1 kernels are built with hooks at every access, and two accesses of a byte of shared memory that
 nothing orders are an error that names both places (races.cpp). It takes a clock a thread: for small launches.
 Not emulated: a loop that polls plain memory, ended after EmulatedDevice.patience (use load_acquire, which
-lets other threads run); wgmma and tcgen05; kernels whose signature a macro writes.
+lets other threads run); tcgen05; kernels whose signature a macro writes.
 """
 
 import ctypes

@@ -16,7 +16,7 @@ from ...errors import UserError
 from .. import diskcache, source
 
 FOLDER = Path(str(resources.files(__package__)))
-_RUNTIME = ("switch.cpp", "scheduler.cpp", "hardware.cpp", "races.cpp")
+_RUNTIME = ("switch.cpp", "scheduler.cpp", "hardware.cpp", "warpgroups.cpp", "races.cpp")
 
 # No contraction: an fma happens where the source says fmaf. No aliasing rules: kernels read memory as uint4.
 _FLAGS = ["-std=c++20", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-strict-aliasing", "-g1",

@@ -105,11 +105,15 @@ inline void mbarrier_arrive_at(u64* barrier, u32 rank, EMULATE_SITE) {
 inline bool mbarrier_try_wait_cluster(u64* barrier, u32 parity, EMULATE_SITE) {
     return emulate::mbarrier_test((uint64_t*)barrier, parity, site);
 }
-inline void bulk_load(void* shared, const void* global, u32 bytes, u64* barrier, EMULATE_SITE) {
+inline void bulk_load_to(void* shared, const void* global, u32 bytes, u64* barrier, u16 ranks, EMULATE_SITE) {
     emulate::aligned(shared, 16, "bulk_load, shared side");
     emulate::aligned(global, 16, "bulk_load, global side");
     if (bytes % 16) emulate::fail("bulk_load: %u bytes is not a multiple of 16", bytes);
-    emulate::bulk_copy(shared, global, bytes, (uint64_t*)barrier, site);
+    for (u32 rank = 0; rank < 16; ++rank)
+        if (ranks >> rank & 1) emulate::bulk_copy(shared, global, bytes, (uint64_t*)barrier, rank, site);
+}
+inline void bulk_load(void* shared, const void* global, u32 bytes, u64* barrier, EMULATE_SITE) {
+    bulk_load_to(shared, global, bytes, barrier, 1 << emulate::cluster_rank(), site);
 }
 inline void fence_async_shared() {}
 
@@ -120,6 +124,7 @@ inline void named_barrier_arrive(int id, int threads, EMULATE_SITE) {
     emulate::block_barrier(id, threads, false, "named_barrier_arrive", site);
 }
 
+inline void stamp(u64) {}
 inline void griddep_wait(EMULATE_SITE) { emulate::griddep_wait(site); }
 inline void griddep_launch() { emulate::griddep_launch(); }
 

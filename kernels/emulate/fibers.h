@@ -79,7 +79,7 @@ void counter_acquire(const void* counter);
 void async_copy(void* shared, const void* global, unsigned bytes, unsigned valid);
 void async_commit();
 void async_wait(unsigned left);
-void bulk_copy(void* shared, const void* global, unsigned bytes, uint64_t* barrier, Site site);
+void bulk_copy(void* shared, const void* global, unsigned bytes, uint64_t* barrier, unsigned rank, Site site);
 
 void mbarrier_init(uint64_t* barrier, unsigned arrivals);
 void mbarrier_arrive(uint64_t* barrier, unsigned bytes, Site site);
@@ -99,6 +99,12 @@ struct Mma {
     unsigned a[4], b[2];
     float* d;
 };
+
+/* b: a matrix descriptor. sums: floats of d, half the columns of B. */
+void wgmma(float* d, unsigned sums, const unsigned* a, uint64_t b, Site site);
+void wgmma_fence(Site site);
+void wgmma_commit(Site site);
+void wgmma_wait(unsigned left, Site site);
 
 }  // namespace emulate
 #pragma GCC visibility pop

@@ -194,6 +194,7 @@ void fiber_ends(Fiber* fiber) {
     Warp* warp = fiber->warp;
     for (Copy& copy : fiber->copies) memcpy(copy.to, copy.from, copy.valid);
     fiber->copies.clear();
+    if (!warp->wgmmas.empty()) fail("a warp ends with %zu wgmma under way", warp->wgmmas.size());
     warp->alive &= ~(1u << fiber->lane);
     for (unsigned lane = 0; lane < 32; ++lane)  // those who waited for this lane need not any more
         if (warp->arrived >> lane & 1) complete_meeting(warp, lane);

@@ -42,6 +42,20 @@ struct Fiber : Thread {
     Clock clock;
 };
 
+/* A product of a warpgroup, as one of its warps asked for it: warpgroups.cpp. */
+struct Wgmma {
+    const unsigned* a[32];
+    float* d[32];
+    uint64_t b;
+    unsigned sums, group;
+};
+
+/* The true sums of a lane while products are under way. */
+struct Flying {
+    std::vector<float> sums;
+    unsigned products;
+};
+
 struct Warp {
     Block* block;
     Fiber* lanes;
@@ -52,6 +66,10 @@ struct Warp {
     void* operands[32];
     Complete completes[32];
     unsigned at_barrier[16];
+    std::vector<Wgmma> wgmmas;        // under way
+    std::map<float*, Flying> flying;  // by where a lane's sums belong
+    unsigned asked, open_group;       // products so far; the group that the next commit closes
+    bool is_fenced;
 };
 
 struct Barrier {
@@ -81,7 +99,8 @@ struct Block {
     std::vector<Warp> warps;
     Barrier barriers[16];
     std::vector<Copy> bulk;
-    std::vector<History> history;  // of each byte of shared memory
+    std::vector<std::vector<Wgmma>> asked;  // of each warpgroup, as its first warp asked
+    std::vector<History> history;           // of each byte of shared memory
 };
 
 struct Span {

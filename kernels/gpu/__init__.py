@@ -55,8 +55,10 @@ class GpuBackend:
 
     def work_size(self, rows, cols, outputs):
         """Workspace elements (f32) for a kernel of `rows` token rows, `cols` inputs, `outputs` outputs."""
-        need = max(plain.work_size(rows, cols, outputs), fast.work_size(self, rows, cols, outputs))
-        return COUNTERS + need
+        from . import prefill
+
+        need = plain.work_size(rows, cols, outputs), fast.work_size(self, rows, cols, outputs)
+        return COUNTERS + max(*need, prefill.work_size(rows, cols, outputs))
 
     def weight(self, parts, role=""):
         """`Weight` from checkpoint tensors stacked along rows: packed where fast kernels read it, else plain.

@@ -15,8 +15,13 @@ from .attend_fast import attend_prompt
 
 COUNTERS = 4096  # as in kernels/gpu/__init__.py
 STAGE_K = 64
-# (tokens, row tiles of weights, stages) of a block; the bits are the same in all
-TILES = (64, 4, 4), (64, 8, 4), (128, 8, 3), (256, 8, 4)
+# (tokens, row tiles of weights, stages, blocks a cluster) of a block; the bits are the same in all of a frame
+TILES = {
+    "mma": ((64, 4, 4, 1), (64, 8, 4, 1), (128, 8, 3, 1), (256, 8, 4, 1)),
+    "wgmma": ((64, 4, 4, 1), (64, 8, 4, 1), (128, 8, 4, 1), (256, 8, 4, 2)),
+}
+FRAME = "mma"  # where a card has both
+HAS_WGMMA = "sm_90a", "emulated"  # arches
 
 
 class Prefill:
@@ -38,34 +43,50 @@ class Prefill:
             getattr(self._backend, row)(*args)
 
 
-def choose(sms, rows, outputs):
+def frame_of(backend):
+    """Which of prefill.cuh's frames: wgmma is sm_90a's alone. A backend's own `prefill_frame` goes first."""
+    own = getattr(backend, "prefill_frame", None)
+    return own or (FRAME if backend.device.arch in HAS_WGMMA else "mma")
+
+
+def choose(sms, rows, outputs, frame=FRAME):
     """The entry of TILES: the largest that still gives each multiprocessor work, or the fullest last wave."""
 
     def waves(tile):
-        tokens, tiles, _ = tile
+        tokens, tiles, *_ = tile
         blocks = -(-rows // tokens) * -(-outputs // (TILE * tiles))
         area = tokens * tiles
         return (
             -(-blocks // sms) * area * (1.0 + 24 / (tokens + TILE * tiles))
         )  # small tiles read more for their sums
 
-    return min(reversed(TILES), key=waves)
+    return min(reversed(TILES[frame]), key=waves)
 
 
 def launch(backend, file, kernel, rows, outputs, args, groups=None, tile=None):
     """One product. groups: function of the row tiles a block -> blocks over the outputs; tile: instead of choose's."""
-    tokens, tiles, stages = tile or choose(backend.sms, rows, outputs)
-    stage = 2 * STAGE_K * (tokens + TILE * tiles)
-    finished = 4 * tokens * (TILE * tiles + 4)
-    grid = -(-rows // tokens), groups(tiles) if groups else -(-outputs // (TILE * tiles))
+    frame = frame_of(backend)
+    tokens, tiles, stages, cluster = tile = tile or choose(backend.sms, rows, outputs, frame)
+    shared = max(stages * 2 * STAGE_K * (tokens + TILE * tiles), 4 * tokens * (TILE * tiles + 4))
+    count = groups(tiles) if groups else -(-outputs // (TILE * tiles))
+    grid = -(-rows // tokens), -(-count // cluster) * cluster
+    threads = tokens * tiles // 8
+    if frame == "wgmma":
+        threads, shared = 32 * tiles + 128, shared + 16 * stages
     backend.launch(
-        file, kernel, grid, tokens * tiles // 8, max(stages * stage, finished), args,
-        {"TOKENS": tokens, "WEIGHT_TILES": tiles, "STAGES": stages}, dependent=getattr(backend, "dependent", False),
+        file, kernel, grid, threads, shared, args, defines_of(frame, tile),
+        cluster=(1, cluster), dependent=getattr(backend, "dependent", False),
     )  # fmt: skip
 
 
+def defines_of(frame, tile):
+    """-D of a kernel."""
+    names = dict(zip(("TOKENS", "WEIGHT_TILES", "STAGES", "CLUSTER"), tile, strict=True))
+    return names | {"WGMMA": 1} if frame == "wgmma" else names
+
+
 def linear(backend, rows, w, x, scale, y, v=None, tile=None):
-    """y (rows, w.rows + v.rows) f32 = scale (x [w; v]^T). x: bf16 rows, or workspace that holds them."""
+    """y (rows, w.rows + v.rows) f32 = scale (x [w; v]^T). x: bf16 rows as `tokens` gives them."""
     second = v.rows if v else 0
     args = [w.data, v.data if v else None, x, scale, y, rows, w.cols, w.rows, second]
 
@@ -75,15 +96,35 @@ def linear(backend, rows, w, x, scale, y, v=None, tile=None):
     launch(backend, "linear_prefill.cu", "linear_prefill", rows, w.rows + second, args, groups, tile)
 
 
-def normed(backend, x, norm, eps, work):
-    """(bf16 rows of x times norm, their 1 / rms, what is free behind them), all in work."""
-    rows, cols = x.shape
-    half = rows * cols // 2
-    laid, scale, free = work[COUNTERS:][:half], work[COUNTERS + half :][:rows], COUNTERS + half + rows
-    args = [x, norm, eps, laid, scale, cols]
+def laid_size(rows, cols):
+    """f32 that hold rows as lay_prefill.cu lays them, and their scale."""
+    return -(-rows // 8) * 8 * -(-cols // STAGE_K) * STAGE_K // 2 + -(-rows // 4) * 4
+
+
+def work_size(rows, cols, outputs):
+    """f32 behind the counters for a product."""
+    return laid_size(rows, cols) + rows * outputs
+
+
+def tokens(backend, x, norm, eps, work):
+    """(x as the frame reads it, 1 / rms of its rows, what is free behind them), in work as far as need be.
+
+    norm: None for x as it is, without a scale.
+    """
+    (rows, cols), is_laid = x.shape, frame_of(backend) == "wgmma"
+    if norm is None and not is_laid:
+        return x, None, work[COUNTERS:]
+    size = laid_size(rows, cols)
+    place = COUNTERS + size - -(-rows // 4) * 4
+    laid, scale = work[COUNTERS:place], None if norm is None else work[place : place + rows]
     dependent = getattr(backend, "dependent", False)
-    backend.launch("linear_prefill.cu", "norm_prefill", rows, 256, 0, args, dependent=dependent)
-    return laid, scale, work[-(-free // 4) * 4 :]
+    if is_laid:
+        args = [x, norm, eps, laid, scale, rows, cols]
+        backend.launch("lay_prefill.cu", "lay_prefill", rows, 128, 0, args, dependent=dependent)
+    else:
+        args = [x, norm, eps, laid, scale, cols]
+        backend.launch("linear_prefill.cu", "norm_prefill", rows, 256, 0, args, dependent=dependent)
+    return laid, scale, work[COUNTERS + size :]
 
 
 def fits(*weights):
@@ -96,7 +137,7 @@ def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, si
     if not fits(wq, wkv):
         return None
     (rows, heads, size), (_, groups, room, _) = q.shape, cache_k.shape
-    laid, scale, y = normed(backend, x, norm, eps, work)
+    laid, scale, y = tokens(backend, x, norm, eps, work)
     linear(backend, rows, wq, laid, scale, y, wkv)
     args = [y, eps, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot, pos, cache_k, cache_v, q]
     args += [rows, heads, groups, room, size, cos.shape[1]]
@@ -108,7 +149,8 @@ def linear_add(backend, a, w, bias, tap_row, tap_at, x, taps, work, tile=None):
     if not fits(w):
         return None
     columns = 0 if taps is None else taps.shape[1]
-    args = [w.data, a, bias, tap_row, x, taps, len(a), w.rows, w.cols, tap_at, columns]
+    laid, _, _ = tokens(backend, a, None, 0.0, work)
+    args = [w.data, laid, bias, tap_row, x, taps, len(a), w.rows, w.cols, tap_at, columns]
     launch(backend, "linear_add_prefill.cu", "linear_add_prefill", len(a), w.rows, args, tile=tile)
     return True
 
@@ -116,7 +158,7 @@ def linear_add(backend, a, w, bias, tap_row, tap_at, x, taps, work, tile=None):
 def gate_up(backend, x, norm, eps, w, work, h, tile=None):
     if w.layout != "packed pairs" or w.cols % 8:
         return None
-    laid, scale, _ = normed(backend, x, norm, eps, work)
+    laid, scale, _ = tokens(backend, x, norm, eps, work)
     args = [w.data, laid, scale, h, len(x), h.shape[1], w.cols]
     outputs = 2 * TILE // 2 * -(-h.shape[1] // (TILE // 2))  # the gate and up rows of whole tiles
     launch(backend, "gate_up_prefill.cu", "gate_up_prefill", len(x), outputs, args, tile=tile)
@@ -126,8 +168,8 @@ def gate_up(backend, x, norm, eps, w, work, h, tile=None):
 def fuse(backend, taps, w, norm, eps, work, f):
     if not fits(w):
         return None
-    y = work[COUNTERS:]
-    linear(backend, len(f), w, taps, None, y)
+    laid, _, y = tokens(backend, taps, None, 0.0, work)
+    linear(backend, len(f), w, laid, None, y)
     defines = {"FROM": "float", "TO": "bf16"}
     backend.launch("norm.cu", "normalise", len(f), 128, 0, [y, None, norm, eps, f, len(norm)], defines)
     return True
@@ -137,8 +179,8 @@ def inject(backend, f, wkv, kv_bias, k_norm, eps, cos, sin, slot, pos, cache_k, 
     if not fits(wkv):
         return None
     rows, (layers, slots, groups, room, size) = len(f), cache_k.shape
-    y = work[COUNTERS:]
-    linear(backend, rows, wkv, f, None, y)
+    laid, _, y = tokens(backend, f, None, 0.0, work)
+    linear(backend, rows, wkv, laid, None, y)
     args = [y, kv_bias, k_norm, eps, cos, sin, slot, pos, cache_k, cache_v]
     args += [rows, layers, slots, groups, room, size, cos.shape[1]]
     finish(backend, "inject", rows * layers * 2 * groups, args)

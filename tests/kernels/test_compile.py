@@ -117,6 +117,15 @@ def test_sm100_wrappers_become_their_instructions(arch, tmp_path):
 
 
 @needs_nvrtc
+@pytest.mark.parametrize("columns", [64, 128, 256])
+def test_wgmma_becomes_its_instruction(columns, tmp_path):
+    defines = {"COLUMNS": columns}
+    cubin, _ = launch.compile_cubin(SAMPLES / "warpgroup_sm90.cu", "sm_90a", defines)
+    wanted = [f"HGMMA.64x{columns}x16.F32.BF16", "WARPGROUP.ARRIVE", "WARPGROUP.DEPBAR"]
+    assert_instructions(disassemble(cubin, tmp_path)["product"], wanted)
+
+
+@needs_nvrtc
 def test_a_spill_is_found(tmp_path):
     cubin, log = launch.compile_cubin(SAMPLES / "mistakes.cu", "sm_90a")
     assert launch.resources(log)["overflows_stack"].stack > 100_000
@@ -313,5 +322,5 @@ def test_how_many_blocks_a_card_holds(monkeypatch):
 
 def test_ptx_lives_in_the_wrappers_only():
     for path in resources.files("minidflash.kernels").joinpath("cuda").iterdir():
-        if path.name not in ("common.cuh", "sm90.cuh", "sm100.cuh"):
+        if path.name not in ("common.cuh", "sm90.cuh", "sm100.cuh", "wgmma.cuh"):
             assert not re.search(r"\basm\b", source.strip_comments(path.read_text())), path.name

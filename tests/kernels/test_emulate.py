@@ -94,6 +94,46 @@ def test_a_cp_async_group_waited_for_too_late_is_nan(device, rng):
     assert np.isnan(y).any()
 
 
+def warpgroup(device, rng, columns, K, mistake=0):
+    """(what samples/warpgroup_sm90.cu gives, the truth, sums of |terms|)."""
+    w, x = rng.standard_normal((64, K)).astype(BF16), rng.standard_normal((columns, K)).astype(BF16)
+    y, defines = np.zeros((64, columns), np.float32), {"COLUMNS": columns, "MISTAKE": mistake}
+    run(device, "warpgroup_sm90.cu", "product", 1, 128, [pack_a(w), x, y, K], columns * 128, defines)
+    w, x = w.astype(np.float64), x.astype(np.float64)
+    return y, w @ x.T, np.abs(w) @ np.abs(x).T
+
+
+@pytest.mark.parametrize("columns, K", [(64, 64), (128, 192), (256, 128)])
+def test_wgmma(device, rng, columns, K):
+    y, want, terms = warpgroup(device, rng, columns, K)
+    assert np.all(np.abs(y - want) <= K * 2.0**-24 * terms)
+
+
+@pytest.mark.parametrize("mistake", [2, 3], ids=["columns refilled early", "columns not swizzled"])
+def test_a_wgmma_of_wrong_columns_is_wrong(device, rng, mistake):
+    y, want, terms = warpgroup(device, rng, 64, 64, mistake)
+    assert (np.abs(y - want) > 1e-3 * terms).mean() > 0.05
+
+
+def test_sums_of_a_wgmma_under_way_are_nan(device, rng):
+    assert np.isnan(warpgroup(device, rng, 64, 64, 1)[0][:2]).all()
+
+
+@pytest.mark.parametrize(
+    "mistake, message",
+    [
+        (4, "without a wgmma_fence"),
+        (5, "wgmma of the other warps of its warpgroup"),
+        (6, "are not aligned to 1024"),
+        (7, "its warps name different matrices"),
+        (8, "ends with 4 wgmma under way"),
+    ],
+)
+def test_mistakes_with_wgmma_are_named(device, rng, mistake, message):
+    with pytest.raises(EmulationError, match=message):
+        warpgroup(device, rng, 64, 128, mistake)
+
+
 def test_ldmatrix(device):
     data = np.arange(4 * 64, dtype=np.uint16)
     out = np.zeros((12, 32), np.uint32)

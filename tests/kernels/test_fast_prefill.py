@@ -18,6 +18,15 @@ ROLES = {"gate_up": "gate_up", "fuse": "fc"}
 on_gpu_backends = pytest.mark.parametrize("ops", parameters(["emulate", "cuda"], ["bf16"]), indirect=True)
 
 
+@pytest.fixture(params=prefill.TILES)
+def frame(request, ops, monkeypatch):
+    """Each frame of prefill.cuh that the card has."""
+    monkeypatch.setattr(ops.backend, "prefill_frame", request.param, raising=False)
+    if request.param == "wgmma" and ops.backend.device.arch not in prefill.HAS_WGMMA:
+        pytest.skip("wgmma is sm_90a's alone")
+    return request.param
+
+
 class Prompt(Ops):
     """Ops of a prompt whose weights get the role that a row gives them."""
 
@@ -41,7 +50,7 @@ def prompt_run(ops, name, case, **sizes):
 @on_gpu_backends
 @pytest.mark.parametrize("bias, tap_at", [(False, None), (True, 11)])
 @pytest.mark.parametrize("T, D, F", [(1, 80, 64), (70, 200, 40), (130, 72, 576), (300, 16, 8)])
-def test_linear_add_matches_oracle(ops, rng, T, D, F, bias, tap_at):
+def test_linear_add_matches_oracle(ops, frame, rng, T, D, F, bias, tap_at):
     case = test_linear_add.make(ops, rng, T, D, F, "bf16", bias, tap_at)
     got = prompt_check(ops, "linear_add", case, test_linear_add.terms_of(case), C)
     if tap_at is not None:
@@ -54,7 +63,7 @@ def test_linear_add_matches_oracle(ops, rng, T, D, F, bias, tap_at):
 
 @on_gpu_backends
 @pytest.mark.parametrize("T, D, F", [(1, 64, 40), (70, 96, 100), (16, 576, 13)])
-def test_gate_up_matches_oracle(ops, rng, T, D, F):
+def test_gate_up_matches_oracle(ops, frame, rng, T, D, F):
     case = test_gate_up.make(ops, rng, T, D, F, "bf16")
     prompt_check(ops, "gate_up", case, test_gate_up.terms_of(case), C_NORMED, F=F)
 
@@ -64,7 +73,7 @@ def test_gate_up_matches_oracle(ops, rng, T, D, F):
 @pytest.mark.parametrize(
     "shape", [(5, 128, 5, 1, 24, 12), (16, 512, 8, 4, 128, 64), (70, 40, 3, 3, 80, 40)], ids=str
 )
-def test_qkv_matches_oracle(ops, rng, shape, norms, bias):
+def test_qkv_matches_oracle(ops, frame, rng, shape, norms, bias):
     case = test_qkv.make(ops, rng, shape, "bf16", norms, bias)
     got = prompt_check(ops, "qkv", case, test_qkv.terms_of(case), C_NORMED, H=shape[2])
     assert (got["q"][case["pos"] < 0] == 0).all()
@@ -74,37 +83,33 @@ def test_qkv_matches_oracle(ops, rng, shape, norms, bias):
 
 @on_gpu_backends
 @pytest.mark.parametrize("T, D, columns", [(3, 24, 80), (70, 37, 64)])
-def test_fuse_matches_oracle(ops, rng, T, D, columns):
+def test_fuse_matches_oracle(ops, frame, rng, T, D, columns):
     case = test_fuse.make(ops, rng, T, D, columns, "bf16")
     prompt_check(ops, "fuse", case, test_fuse.terms_of(case), C, D=D)
 
 
 @on_gpu_backends
 @pytest.mark.parametrize("shape", [(5, 80, 3, 1, 24, 12), (17, 40, 1, 3, 80, 40)], ids=str)
-def test_inject_matches_oracle(ops, rng, shape):
+def test_inject_matches_oracle(ops, frame, rng, shape):
     case = test_inject.make(ops, rng, shape, "bf16", True, True)
     prompt_check(ops, "inject", case, test_inject.terms_of(case), C)
 
 
 @on_gpu_backends
-def test_odd_columns_are_left_to_the_other_kernels(ops, rng):
+def test_odd_columns_are_left_to_the_other_kernels(ops, frame, rng):
     case = test_linear_add.make(ops, rng, 5, 16, 77, "bf16", False, None)
     prompt_check(ops, "linear_add", case, test_linear_add.terms_of(case), C, "fast")
 
 
 @on_gpu_backends
 @pytest.mark.parametrize("name", ["linear_add", "gate_up", "qkv", "fuse", "inject"])
-def test_a_row_alone_has_the_bits_of_a_chunk(ops, rng, name, monkeypatch):
+def test_a_row_alone_has_the_bits_of_a_chunk(ops, frame, rng, name, monkeypatch):
     """Rows of a chunk of 64, in chunks of 1 and 17, under every tile."""
     monkeypatch.setattr(test_rows, "make", wide(test_rows.make))
     case, sizes = test_rows.make(name, rng, "bf16", "bf16")
     whole = test_rows.seen(name, case, prompt_run(ops, name, case, **sizes), range(64))
-    for rows, tile in (
-        (range(1), (64, 4, 4)),
-        (range(40, 57), (64, 8, 4)),
-        (range(63, 64), (128, 8, 3)),
-        (range(3, 5), (256, 8, 4)),
-    ):
+    chunks = range(1), range(40, 57), range(63, 64), range(3, 5)
+    for rows, tile in zip(chunks, prefill.TILES[frame], strict=True):
         monkeypatch.setattr(prefill, "choose", lambda *_, tile=tile: tile)
         part = test_rows.some_rows(name, case, list(rows))
         got = test_rows.seen(name, part, prompt_run(ops, name, part, **sizes), rows)
@@ -131,18 +136,19 @@ def wide(make):
 
 
 @on_gpu_backends
-def test_dependent_launch_reads_nothing_early(ops, rng, monkeypatch):
+def test_dependent_launch_reads_nothing_early(ops, frame, rng, monkeypatch):
     case = test_gate_up.make(ops, rng, 20, 64, 40, "bf16")
     want = prompt_run(ops, "gate_up", case, F=40)["h"]
     monkeypatch.setattr(ops.backend, "dependent", True, raising=False)
     assert_same_bits(prompt_run(ops, "gate_up", case, F=40)["h"], want)
 
 
-def test_the_tile_grows_with_the_work():
-    assert prefill.choose(132, 2048, 24576) == (256, 8, 4)
-    assert prefill.choose(132, 64, 4096)[0] == 64
+@pytest.mark.parametrize("frame", prefill.TILES)
+def test_the_tile_grows_with_the_work(frame):
+    assert prefill.choose(132, 2048, 24576, frame)[:2] == (256, 8)
+    assert prefill.choose(132, 64, 4096, frame)[0] == 64
     for rows in (1, 63, 64, 65, 256, 2048):
-        assert prefill.choose(132, rows, 4096) in prefill.TILES
+        assert prefill.choose(132, rows, 4096, frame) in prefill.TILES[frame]
 
 
 def test_ops_of_a_prompt_share_everything_but_rows():
@@ -153,15 +159,30 @@ def test_ops_of_a_prompt_share_everything_but_rows():
     assert isinstance(prompt.backend, prefill.Prefill) and prompt.backend.variants is emulate.backend.variants
 
 
+FILES = ["linear_prefill", "linear_add_prefill", "gate_up_prefill"]
+WANTED = {
+    "mma": ["HMMA.16816.F32.BF16", "LDGSTS", "LDS 128", "ACQBULK"],
+    "wgmma": ["HGMMA", "UBLKCP", "SYNCS", "LDS 128", "ACQBULK"],
+}
+
+
 @needs_nvrtc
-@pytest.mark.parametrize("arch", launch.ARCHES.values())
-@pytest.mark.parametrize("file", ["linear_prefill", "linear_add_prefill", "gate_up_prefill"])
-def test_compiles_without_spills(arch, file, tmp_path):
-    for tokens, tiles, stages in prefill.TILES:
-        defines = {"TOKENS": tokens, "WEIGHT_TILES": tiles, "STAGES": stages}
+@pytest.mark.parametrize(
+    "frame, arch", [("mma", arch) for arch in launch.ARCHES.values()] + [("wgmma", "sm_90a")]
+)
+@pytest.mark.parametrize("file", FILES)
+def test_compiles_without_spills(frame, arch, file, tmp_path):
+    for tile in prefill.TILES[frame]:
+        defines = prefill.defines_of(frame, tile)
         cubin, log = launch.compile_cubin(source.find(f"{file}.cu"), arch, defines)
         for name, used in launch.resources(log).items():
             assert (used.stack, used.spill_stores, used.spill_loads) == (0, 0, 0), f"{name} {defines}: {used}"
-        assert_instructions(
-            disassemble(cubin, tmp_path)[file], ["HMMA.16816.F32.BF16", "LDGSTS", "LDS 128", "ACQBULK"]
-        )
+        assert "Potential Performance Loss" not in log, log  # ptxas made wgmma wait for each other
+        assert_instructions(disassemble(cubin, tmp_path)[file], WANTED[frame])
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
+def test_wgmma_is_refused_where_there_is_none(arch):
+    with pytest.raises(RuntimeError, match="wgmma is sm_90a's alone"):
+        launch.compile_cubin(source.find("gate_up_prefill.cu"), arch, {"WGMMA": 1})

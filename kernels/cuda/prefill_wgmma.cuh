@@ -1,0 +1,168 @@
+/* The frame of prefill.cuh on wgmma, sm_90a: the same product, tokens from lay_prefill.cu.
+ * Grid:   (tiles of TOKENS tokens, groups of 16 * WEIGHT_TILES outputs): neighbours share weights in L2.
+ *         A warpgroup for 64 outputs x TOKENS tokens each, and one whose first warp copies. Packed weights
+ *         are wgmma's A operand in registers as they lie in memory; tokens its B operand.
+ *         CLUSTER blocks of as many groups have their tokens in common: each copies a part for all.
+ * Moves:  each block its weights and tokens once, through a ring of bulk copies of 64 k; bound by tensor
+ *         cores.
+ * Bits:   an output's sum runs over k ascending, in one accumulator: no matter of rows, tiles or chunks of
+ *         a prompt. They are not those of the mma.sync frame.
+ * Source: kernel-playbook 7. */
+#pragma once
+#include "wgmma.cuh"
+
+#ifndef TOKENS
+#define TOKENS 256
+#endif
+#ifndef WEIGHT_TILES
+#define WEIGHT_TILES 8
+#endif
+#ifndef STAGES
+#define STAGES 4
+#endif
+#ifndef CLUSTER
+#define CLUSTER 1
+#endif
+
+constexpr int OUTPUTS = 16 * WEIGHT_TILES;
+constexpr int CONSUMERS = 2 * OUTPUTS, THREADS = CONSUMERS + 128;  // the first so many compute
+constexpr int STAGE_K = 64, COLUMN_BYTES = 2 * STAGE_K;
+constexpr int TILE_BYTES = 16 * COLUMN_BYTES;  // of a row tile of weights
+constexpr int TOKEN_BYTES = TOKENS * COLUMN_BYTES, STAGE = TOKEN_BYTES + WEIGHT_TILES * TILE_BYTES;
+constexpr int PITCH = OUTPUTS + 4;  // floats between tokens of the finished tile: no bank conflicts
+constexpr int FINISHED = 4 * TOKENS * PITCH;
+constexpr int RING = STAGES * STAGE > FINISHED ? STAGES * STAGE : FINISHED;  // bytes; barriers lie behind
+
+/* What one block computes. */
+struct Product {
+    const char* weights;  // its first row tile
+    const char* x;        // its first token: [64 k][padded rows][128 bytes]
+    int tiles, tokens;    // row tiles and padded rows from there on that there are in this block
+    int first_token, rows, padded, cols;
+
+    /* w: packed, `tiles` row tiles. group: which WEIGHT_TILES of them. */
+    __device__ __forceinline__ Product(const u16* w, int tiles_, int group, const bf16* x_, int rows_,
+                                       int cols_)
+        : weights((const char*)w + (size_t)group * WEIGHT_TILES * ((cols_ + 31) / 32) * 1024),
+          x((const char*)x_ + (size_t)blockIdx.x * TOKENS * COLUMN_BYTES),
+          tiles(max(0, min(WEIGHT_TILES, tiles_ - group * WEIGHT_TILES))),  // none: it fills up a cluster
+          first_token(blockIdx.x * TOKENS),
+          rows(rows_),
+          padded((rows_ + 7) / 8 * 8),
+          cols(cols_) {
+        tokens = min(TOKENS, padded - first_token);
+    }
+};
+
+struct Ring {
+    char* stages;  // [tokens][weights]: columns want an alignment of 1024
+    u64 *full, *empty;
+
+    __device__ __forceinline__ explicit Ring(char* shared)
+        : stages(shared), full((u64*)(shared + RING)), empty(full + STAGES) {}
+
+    /* By thread 0, before a barrier of the block. */
+    __device__ __forceinline__ void open() const {
+        for (int s = 0; s < STAGES; ++s)
+            mbarrier_init(&full[s], 1), mbarrier_init(&empty[s], CLUSTER * CONSUMERS / 32);
+        mbarrier_fence_init();
+    }
+};
+
+/* Of the copying warp: lane i orders row tile i. Past the last chunk of K comes the one before again, for
+ * tokens that are zeros. */
+__device__ __forceinline__ void copy_weights(const Product& p, const Ring& ring, int slot, int step) {
+    const int chunks = (p.cols + 31) / 32, lane = lane_index();
+    if (lane == 0) mbarrier_arrive_expect(&ring.full[slot], p.tiles * TILE_BYTES + p.tokens * COLUMN_BYTES);
+    __syncwarp();
+    if (lane >= p.tiles) return;
+    char* to = ring.stages + slot * STAGE + TOKEN_BYTES + lane * TILE_BYTES;
+    const char* from = p.weights + ((size_t)lane * chunks + 2 * step) * 1024;
+    if (2 * step + 1 < chunks) {
+        bulk_load(to, from, 2048, &ring.full[slot]);
+    } else {
+        bulk_load(to, from, 1024, &ring.full[slot]);
+        bulk_load(to + 1024, from, 1024, &ring.full[slot]);
+    }
+}
+
+__device__ __forceinline__ void copy_tokens(const Product& p, const Ring& ring, int slot, int step) {
+    if (lane_index() > 0) return;
+    char* to = ring.stages + slot * STAGE;
+    const char* from = p.x + (size_t)step * p.padded * COLUMN_BYTES;
+    if constexpr (CLUSTER == 1) {
+        bulk_load(to, from, p.tokens * COLUMN_BYTES, &ring.full[slot]);
+    } else {
+        constexpr int PART = TOKENS / CLUSTER;
+        const int first = cluster_rank() * PART, count = min(PART, p.tokens - first);
+        if (count > 0)
+            bulk_load_to(to + first * COLUMN_BYTES, from + first * COLUMN_BYTES, count * COLUMN_BYTES,
+                         &ring.full[slot], (1 << CLUSTER) - 1);
+    }
+}
+
+/* Weights are asked for before the kernel ahead has ended. */
+__device__ __forceinline__ void copy_all(const Product& p, const Ring& ring, int steps) {
+    for (int s = 0; s < min(STAGES, steps); ++s) copy_weights(p, ring, s, s);
+    griddep_wait();
+    for (int s = 0; s < min(STAGES, steps); ++s) copy_tokens(p, ring, s, s);
+    for (int step = STAGES, slot = 0, parity = 0; step < steps; ++step) {
+        mbarrier_wait_cluster(&ring.empty[slot], parity);
+        copy_weights(p, ring, slot, step);
+        copy_tokens(p, ring, slot, step);
+        if (++slot == STAGES) slot = 0, parity ^= 1;
+    }
+    griddep_launch();
+}
+
+/* The products of a stage. Its weights are in registers that wait for the tensor cores; meanwhile the other
+ * warpgroup's products run. */
+__device__ __forceinline__ void multiply(float (&acc)[TOKENS / 2], const Ring& ring, int slot, int parity,
+                                         bool is_refilled) {
+    const char* stage = ring.stages + slot * STAGE;
+    const char* weights = stage + TOKEN_BYTES + warp_index() * TILE_BYTES + 16 * lane_index();
+    uint4 a[4];
+    mbarrier_wait(&ring.full[slot], parity);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[i] = *(const uint4*)(weights + 512 * i);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) wgmma(acc, a[i], wgmma_columns(stage + 32 * i));
+    wgmma_commit();
+    wgmma_wait<0>();
+    if (is_refilled && lane_index() < CLUSTER) mbarrier_arrive_at(&ring.empty[slot], lane_index());
+}
+
+/* The whole of it; sink(token, sums) gets each token's OUTPUTS sums, in shared memory, by one warp. */
+template <class Sink>
+__device__ __forceinline__ void prefill(const Product& p, const Sink& sink) {
+    extern __shared__ __align__(1024) char dynamic[];  // RING bytes, then barriers
+    const Ring ring(dynamic);
+    const int steps = (p.cols + STAGE_K - 1) / STAGE_K;
+    if (threadIdx.x == 0) ring.open();
+    if constexpr (CLUSTER > 1)
+        cluster_sync();
+    else
+        __syncthreads();
+    if (warp_index() >= CONSUMERS / 32) {
+        if constexpr (TOKENS == 256) registers_give<40>();
+        if (warp_index() == CONSUMERS / 32) copy_all(p, ring, steps);
+        return;
+    }
+    if constexpr (TOKENS == 256) registers_take<232>();  // of 168, half a warpgroup's sums and more
+    float acc[TOKENS / 2] = {};
+    for (int step = 0, slot = 0, parity = 0; step < steps; ++step) {
+        multiply(acc, ring, slot, parity, step + STAGES < steps);
+        if (++slot == STAGES) slot = 0, parity ^= 1;
+    }
+    griddep_wait();
+    named_barrier_sync(1, CONSUMERS);  // all stages have been read
+    float* tile = (float*)dynamic;
+    const int lane = opaque(lane_index()), first = 16 * opaque(warp_index()) + lane / 4;
+#pragma unroll
+    for (int i = 0; i < TOKENS / 2; ++i)
+        tile[(i / 4 * 8 + 2 * (lane % 4) + i % 2) * PITCH + first + i % 4 / 2 * 8] = acc[i];
+    named_barrier_sync(1, CONSUMERS);
+    for (int token = warp_index(); token < TOKENS && p.first_token + token < p.rows; token += CONSUMERS / 32)
+        sink(p.first_token + token, tile + token * PITCH);
+}

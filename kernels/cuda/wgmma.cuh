@@ -1,0 +1,92 @@
+/* One wrapper an instruction, for sm_90a only: products of a warpgroup (four warps, the first a multiple of
+ * 4). Asynchronous: between wgmma and the wgmma_wait that covers its group nobody touches d, a or what b
+ * names. Under MINIDFLASH_EMULATE the same names are C++ on fibers (kernels/emulate/emulated_wgmma.h). */
+#pragma once
+#include "sm90.cuh"
+
+/* A matrix in shared memory, columns of 64 k (128 bytes) one after the other, 8 of them 1024 bytes, aligned
+ * to that; their 16-byte units are permuted: unit u of column c lies at u ^ c % 8 (128-byte swizzle). The
+ * address of a later k is that many bytes on: of the 64 k, only the first 16 bytes of 16 k may be named. */
+__device__ __forceinline__ u64 wgmma_columns(const void* shared) {
+    constexpr u64 SWIZZLE_128 = 1ull << 62, EIGHT_COLUMNS = (u64)(1024 >> 4) << 32, UNUSED = 1ull << 16;
+    return (shared_address(shared) & 0x3ffff) >> 4 | UNUSED | EIGHT_COLUMNS | SWIZZLE_128;
+}
+
+#ifdef MINIDFLASH_EMULATE
+#include "emulated_wgmma.h"
+#elif defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#error "wgmma is sm_90a's alone"
+#else
+
+/* Before the first wgmma, and between writes of its registers and a wgmma. */
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void wgmma_commit() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+/* Until at most `Left` of the newest groups are under way. */
+template <int Left>
+__device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Left) : "memory");
+}
+
+#define EIGHT(i)                                                                                \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
+        "+f"(d[i + 6]), "+f"(d[i + 7])
+#define THIRTY_TWO(i) EIGHT(i), EIGHT(i + 8), EIGHT(i + 16), EIGHT(i + 24)
+#define D0                                                                                                 \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
+    "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define D32                                                                                                \
+    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, " \
+    "%52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define D64                                                                                                \
+    "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, " \
+    "%84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define D96                                                                                              \
+    "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, " \
+    "%113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+
+/* d += A * B: 64 x 16 bf16 A, 16 x n bf16 B with n = twice the size of d, f32 d. Warp w of the warpgroup has
+ * rows 16w .. 16w+15 of A and d, each as in mma_bf16: d[4i..4i+3] are columns 8i .. 8i+7. b: wgmma_columns.
+ */
+__device__ __forceinline__ void wgmma(float (&d)[32], const uint4& a, u64 b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" D0
+                 "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 0;"
+                 : THIRTY_TWO(0)
+                 : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b));
+}
+
+__device__ __forceinline__ void wgmma(float (&d)[64], const uint4& a, u64 b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" D0 ", " D32
+                 "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 0;"
+                 : THIRTY_TWO(0), THIRTY_TWO(32)
+                 : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b));
+}
+
+__device__ __forceinline__ void wgmma(float (&d)[128], const uint4& a, u64 b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" D0 ", " D32 ", " D64 ", " D96
+                 "}, {%128, %129, %130, %131}, %132, 1, 1, 1, 0;"
+                 : THIRTY_TWO(0), THIRTY_TWO(32), THIRTY_TWO(64), THIRTY_TWO(96)
+                 : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b));
+}
+
+#undef EIGHT
+#undef THIRTY_TWO
+#undef D0
+#undef D32
+#undef D64
+#undef D96
+
+/* The four warps of a warpgroup give registers back, or wait for that many; a multiple of 8, 24 to 256. */
+template <int Count>
+__device__ __forceinline__ void registers_give() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Count));
+}
+
+template <int Count>
+__device__ __forceinline__ void registers_take() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Count));
+}
+#endif

@@ -1,0 +1,25 @@
+/* The wrappers of wgmma.cuh as C++ on fibers. */
+#pragma once
+
+inline void wgmma_fence(EMULATE_SITE) { emulate::wgmma_fence(site); }
+inline void wgmma_commit(EMULATE_SITE) { emulate::wgmma_commit(site); }
+
+template <int Left>
+void wgmma_wait(EMULATE_SITE) {
+    emulate::wgmma_wait(Left, site);
+}
+
+template <int Sums>
+void wgmma(float (&d)[Sums], const uint4& a, u64 b, EMULATE_SITE) {
+    static_assert(Sums == 32 || Sums == 64 || Sums == 128);
+    emulate::wgmma(d, Sums, &a.x, b, site);
+}
+
+template <int Count>
+void registers_give() {
+    static_assert(Count % 8 == 0 && Count >= 24 && Count <= 256);
+}
+template <int Count>
+void registers_take() {
+    static_assert(Count % 8 == 0 && Count >= 24 && Count <= 256);
+}
