@@ -180,7 +180,7 @@ def loading():
     yield (
         f"Loading {found['gb']:.1f} GB of safetensors from the page cache to packed device memory takes {seconds:.2f} s: "
         f"{best['gb_per_s']:.1f} GB/s, {best['of_pinned']:.0%} of the {found['pinned_gb_per_s']:.1f} GB/s from pinned memory in the "
-        f"same run (`{found['command']}`, {found['commit']}: {best['threads']} threads, {best['piece_mb']} MB a piece)."
+        f"same run (`bench/results/load-h100.json`: `{found['command']}`, {found['commit']}: {best['threads']} threads, {best['piece_mb']} MB a piece)."
     )
 
 

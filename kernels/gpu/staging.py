@@ -1,26 +1,25 @@
 """Staging: files to the GPU through pinned buffers. Threads read pieces, each into buffers of its own, and copy from there.
 
 The GPU reads pinned memory at the full rate of PCIe, mapped files not; and no single thread copies out of the page cache
-that fast. A thread's buffers stay in its core's cache, and it hands nothing to another: in a ring that one thread fed and
-emptied, the readers were idle half of the time (H100, 16 cores); a stream for each thread cost a fifth.
+that fast. A thread's buffers stay in its core's cache, and it hands nothing to another. Measured from the page cache to packed
+weights (H100, 16 cores, 7.1 GB of Qwen3-8B's shape): 46.7 GB/s, 85 % of the rate of pinned memory alone. With Python's loop in
+place of pump.py's, buffers that the driver allocates, one weight read ahead and copies in the engine's stream it was 30.6;
+bench/NOTES.md has the steps between, of which none alone gave over 34.7.
 """
 
 import ctypes
 import mmap
 from queue import SimpleQueue
-from threading import Lock, Thread
+from threading import Lock, Thread, current_thread
 
 import numpy as np
 
-from .pump import pump, state_of
+from .pump import CODE, pump, state_of
 
 PIECE = 4 << 20  # bytes of a buffer
 THREADS = 12
 BUFFERS = 2  # of a thread: one is copied while the other is read into
-RUN = 1  # pieces of a job, for which a thread takes the interpreter's lock once if the job runs in pump.py
-NATIVE = False  # jobs from files run in pump.py; else here
-OWN_STREAM = False  # copies have a stream, and go on while kernels pack; else the engine's
-REGISTERED = False  # buffers are filled with zeros by their thread and then pinned; else the driver does both, one by one
+RUN = 2  # pieces of a job, for which a thread takes the interpreter's lock once
 
 
 class HostArray:
@@ -66,15 +65,14 @@ class Staging:
     """
 
     def __init__(self, device):
-        self._device, self._jobs = device, SimpleQueue()
-        self._stream = device.new_stream() if OWN_STREAM else device.driver_stream
-        self._event = device.do(device.driver.cuEventCreate(2))  # 2: without timing
+        self._device, self._jobs, self._threads = device, SimpleQueue(), []
         self._open = []  # transfers begun: their memory serves nobody else while copies may be under way
-        self._threads = [
-            Thread(target=_work, args=(device, self._stream, self._jobs), daemon=True) for _ in range(THREADS)
-        ]
-        for thread in self._threads:
+        self._event = device.do(device.driver.cuEventCreate(2))  # 2: without timing
+        self._stream = device.new_stream()  # the copies go on while kernels pack
+        for _ in range(THREADS):
+            thread = Thread(target=_work, args=(device, self._stream, self._jobs), daemon=True)
             thread.start()
+            self._threads.append(thread)
 
     def begin(self, sources, array):
         """The `Transfer` of sources into a device array, in turn with those begun before."""
@@ -101,19 +99,19 @@ class Staging:
 
     def _order(self, before, after):
         """What comes into stream `after` from now on waits for what is in `before`."""
-        if before is not after:
-            device, driver = self._device, self._device.driver
-            device.enter()
-            device.do(driver.cuEventRecord(self._event, before))
-            device.do(driver.cuStreamWaitEvent(after, self._event, 0))
+        device, driver = self._device, self._device.driver
+        device.enter()
+        device.do(driver.cuEventRecord(self._event, before))
+        device.do(driver.cuStreamWaitEvent(after, self._event, 0))
 
     def __del__(self):
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
-            thread.join()
-        self._device.driver.cuEventDestroy(self._event)
-        if self._stream is not self._device.driver_stream:
+            if thread is not current_thread():  # garbage is collected in any thread
+                thread.join()
+        if self._threads:
+            self._device.driver.cuEventDestroy(self._event)
             self._device.driver.cuStreamDestroy(self._stream)
 
 
@@ -140,37 +138,29 @@ class Ring:
     """A thread's pinned buffers, which take turns."""
 
     def __init__(self, device, stream):
-        self._device, self._stream, self._turn, self._memory = device, stream, 0, None
-        driver, size = device.driver, PIECE * BUFFERS
-        if REGISTERED:
-            self._memory = mmap.mmap(-1, size)
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                self._memory.madvise(mmap.MADV_HUGEPAGE)
-            first = ctypes.addressof(ctypes.c_uint8.from_buffer(self._memory))
-            ctypes.memset(first, 0, size)
-            device.do(driver.cuMemHostRegister(first, size, 0))
-        else:
-            first = int(device.do(driver.cuMemHostAlloc(size, 0)))
-        self._first = first
+        self._device, self._stream, self._turn = device, stream, 0
+        size = PIECE * BUFFERS
+        self._memory = mmap.mmap(-1, size)
+        self._first = ctypes.addressof(ctypes.c_uint8.from_buffer(self._memory))
         self._buffers = []  # (address, its bytes, event of the last copy from there)
-        for address in range(first, first + size, PIECE):
-            view = memoryview((ctypes.c_uint8 * PIECE).from_address(address)).cast("B")
-            self._buffers.append((address, view, device.do(driver.cuEventCreate(2))))
-        self._state = self._pump = None
-        if NATIVE:
-            self._state = state_of(device, stream, PIECE, [(a, event) for a, _, event in self._buffers])
-            self._pump = pump()
+        for i in range(0, size, PIECE):
+            view = memoryview(self._memory)[i : i + PIECE]
+            self._buffers.append((self._first + i, view, device.do(device.driver.cuEventCreate(2))))
+        self._state = state_of(device, stream, PIECE, [(a, event) for a, _, event in self._buffers])
+        # Filled here and then pinned: what the driver allocates it fills for one thread after the other (48 ms for all, 14
+        # this way). Last, so that nothing stays pinned after an error.
+        ctypes.memset(self._first, 0, size)
+        device.do(device.driver.cuMemHostRegister(self._first, size, 0))
 
     def copy(self, source, first, count, address):
         """Bytes of a source, from `first` on, to the device."""
         done, file = 0, getattr(source, "file", None)
-        if self._state is not None and file is not None:
-            done = self._pump(file, source.start + first, count, address, self._turn, self._state)
+        if file is not None:
+            done = pump()(file, source.start + first, count, address, self._turn, self._state)
             self._turn += -(-done // PIECE)
-            code = self._state[7]
-            if code:
+            if code := self._state[CODE]:
                 self._device.do((self._device.driver.CUresult(code),))
-        while done < count:  # from elsewhere; or a read fell short, and now says why
+        while done < count:  # no file; or a read fell short, and `read_into` goes on or says why
             step = min(PIECE, count - done)
             self._copy_piece(source, first + done, step, address + done)
             done += step
@@ -189,4 +179,4 @@ class Ring:
         for _, _, copied in self._buffers:
             driver.cuEventSynchronize(copied)  # a lost device has lost its memory too: no code is asked for
             driver.cuEventDestroy(copied)
-        (driver.cuMemHostUnregister if REGISTERED else driver.cuMemFreeHost)(self._first)
+        driver.cuMemHostUnregister(self._first)
