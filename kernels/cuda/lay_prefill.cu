@@ -8,42 +8,57 @@
  * Truth:  oracle.py rmsnorm. */
 #include "sm90.cuh"
 
-constexpr int UNIT_K = 32;
+constexpr int LAY_THREADS = 128, IN_FLIGHT = 2;  // units of a thread whose loads are under way together
 
 /* 8 k of a row, times the norm's weights. */
-__device__ __forceinline__ uint4 normed(uint4 x, const float* norm, float& sum) {
-    u32 word[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        float low = low_f32(word[i]), high = high_f32(word[i]);
+__device__ __forceinline__ uint4 normed(uint4 x, const float4 (&norm)[2], float& sum) {
+    auto word = [&sum](u32 pair, float a, float b) {
+        const float low = low_f32(pair), high = high_f32(pair);
         sum += low * low;
         sum += high * high;
-        word[i] = pack_bf16(low * norm[2 * i], high * norm[2 * i + 1]);
-    }
-    return make_uint4(word[0], word[1], word[2], word[3]);
+        return pack_bf16(low * a, high * b);
+    };
+    return make_uint4(word(x.x, norm[0].x, norm[0].y), word(x.y, norm[0].z, norm[0].w),
+                      word(x.z, norm[1].x, norm[1].y), word(x.w, norm[1].z, norm[1].w));
 }
 
-extern "C" __global__ void __launch_bounds__(128)
+/* Four lanes hold a matrix of 4 x 4 words by rows; by columns afterwards. */
+__device__ __forceinline__ uint4 transposed(uint4 v) {
+    const int lane = lane_index();
+    const bool odd = lane & 1, upper = lane & 2;
+    u32 a = __shfl_xor_sync(FULL_WARP, odd ? v.x : v.y, 1),
+        b = __shfl_xor_sync(FULL_WARP, odd ? v.z : v.w, 1);
+    v = odd ? make_uint4(a, v.y, b, v.w) : make_uint4(v.x, a, v.z, b);
+    a = __shfl_xor_sync(FULL_WARP, upper ? v.x : v.z, 2),
+    b = __shfl_xor_sync(FULL_WARP, upper ? v.y : v.w, 2);
+    return upper ? make_uint4(a, b, v.z, v.w) : make_uint4(v.x, v.y, a, b);
+}
+
+extern "C" __global__ void __launch_bounds__(LAY_THREADS)
     lay_prefill(const bf16* x, const float* norm, float eps, bf16* laid, float* scale, int rows, int cols) {
     griddep_launch();
     griddep_wait();
-    const int row = blockIdx.x, padded = (rows + 7) / 8 * 8;
+    const int row = blockIdx.x, padded = (rows + 7) / 8 * 8, units = (cols + 63) / 64 * 8;
     const bf16* from = x + (size_t)row * cols;
     float sum = 0.f;
-    for (int unit = threadIdx.x; unit < (cols + 63) / 64 * 2; unit += 128) {
-        uint4 v[4];
+    for (int first = warp_index() * 32; first < units; first += IN_FLIGHT * LAY_THREADS) {
+        uint4 v[IN_FLIGHT];
+        float4 weights[IN_FLIGHT][2] = {};
 #pragma unroll
-        for (int t = 0; t < 4; ++t) {
-            int k = UNIT_K * unit + 8 * t;
-            v[t] = k < cols ? *(const uint4*)(from + k) : make_uint4(0, 0, 0, 0);
-            if (norm && k < cols) v[t] = normed(v[t], norm + k, sum);
+        for (int i = 0; i < IN_FLIGHT; ++i) {
+            const int k = 8 * (first + i * LAY_THREADS + lane_index());
+            v[i] = k < cols ? *(const uint4*)(from + k) : make_uint4(0, 0, 0, 0);
+            if (norm && k < cols)
+                weights[i][0] = *(const float4*)(norm + k), weights[i][1] = *(const float4*)(norm + k + 4);
         }
-        char* to = (char*)laid + ((size_t)(unit / 2) * padded + row) * 128;
-        const int swizzle = row % 8, half = unit % 2 * 4;
-        *(uint4*)(to + 16 * ((half + 0) ^ swizzle)) = make_uint4(v[0].x, v[1].x, v[2].x, v[3].x);
-        *(uint4*)(to + 16 * ((half + 1) ^ swizzle)) = make_uint4(v[0].y, v[1].y, v[2].y, v[3].y);
-        *(uint4*)(to + 16 * ((half + 2) ^ swizzle)) = make_uint4(v[0].z, v[1].z, v[2].z, v[3].z);
-        *(uint4*)(to + 16 * ((half + 3) ^ swizzle)) = make_uint4(v[0].w, v[1].w, v[2].w, v[3].w);
+#pragma unroll
+        for (int i = 0; i < IN_FLIGHT; ++i) {
+            const int unit = first + i * LAY_THREADS + lane_index();
+            if (norm) v[i] = normed(v[i], weights[i], sum);
+            v[i] = transposed(v[i]);
+            char* to = (char*)laid + ((size_t)(unit / 8) * padded + row) * 128;
+            if (unit < units) *(uint4*)(to + 16 * ((unit ^ row) % 8)) = v[i];
+        }
     }
     if (!scale) return;
     sum = block_sum(sum);

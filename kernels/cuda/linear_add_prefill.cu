@@ -10,18 +10,36 @@ struct AddResidual {
     bf16 *x, *taps;
     int outputs, first, tap_at, tap_cols;
 
-    __device__ __forceinline__ void operator()(int token, const float* sums) const {
-        bf16* to = x + (size_t)token * outputs + first;
-        int row = taps ? tap_row[token] : -1;
-        bf16* tap = taps + (size_t)max(row, 0) * tap_cols + tap_at + first;
+    struct Met {
+        Neighbours<bf16, PER> x;
+        int row;
+    };
+
+    __device__ __forceinline__ bool is_whole() const {
+        return outputs - first >= OUTPUTS && is_aligned<PER>(x + first, outputs) &&
+               (!taps || is_aligned<PER>(taps + tap_at + first, tap_cols));
+    }
+
+    template <bool WHOLE>
+    __device__ __forceinline__ Met read(int token) const {
+        const int n = first + PER * lane_index();
+        Met met;
+        met.x.template load<WHOLE>(x + (size_t)token * outputs + n, outputs - n);
+        met.row = taps ? tap_row[token] : -1;
+        return met;
+    }
+
+    template <bool WHOLE>
+    __device__ __forceinline__ void write(int token, Met met, const float* sums) const {
+        const int n = first + PER * lane_index();
+        const auto mine = *(const Neighbours<float, PER>*)(sums + n - first);
+        Neighbours<float, PER> more{};
+        if (bias) more.template load<false>(bias + n, outputs - n);
 #pragma unroll
-        for (int i = 0; i < OUTPUTS / 32; ++i) {
-            int n = 32 * i + lane_index();
-            if (first + n >= outputs) continue;
-            bf16 sum = to_bf16(to_f32(to[n]) + (sums[n] + (bias ? bias[first + n] : 0.f)));
-            to[n] = sum;
-            if (row >= 0) tap[n] = sum;
-        }
+        for (int i = 0; i < PER; ++i) met.x.v[i] = to_bf16(to_f32(met.x.v[i]) + (mine.v[i] + more.v[i]));
+        met.x.template store<WHOLE>(x + (size_t)token * outputs + n, outputs - n);
+        if (met.row >= 0)
+            met.x.template store<WHOLE>(taps + (size_t)met.row * tap_cols + tap_at + n, outputs - n);
     }
 };
 

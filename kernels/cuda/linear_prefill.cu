@@ -10,10 +10,22 @@ struct Keep {
     const float* scale;
     int stride, first, count;  // outputs of this block: first .. first + count - 1 of y's `stride`
 
-    __device__ __forceinline__ void operator()(int token, const float* sums) const {
-        float r = scale ? scale[token] : 1.f;
-        float* to = y + (size_t)token * stride + first;
-        for (int n = lane_index(); n < min(OUTPUTS, count); n += 32) to[n] = sums[n] * r;
+    __device__ __forceinline__ bool is_whole() const {
+        return count >= OUTPUTS && is_aligned<PER>(y + first, stride);
+    }
+
+    template <bool>
+    __device__ __forceinline__ float read(int token) const {
+        return scale ? scale[token] : 1.f;
+    }
+
+    template <bool WHOLE>
+    __device__ __forceinline__ void write(int token, float r, const float* sums) const {
+        const int n = PER * lane_index();
+        auto mine = *(const Neighbours<float, PER>*)(sums + n);
+#pragma unroll
+        for (int i = 0; i < PER; ++i) mine.v[i] *= r;
+        mine.template store<WHOLE>(y + (size_t)token * stride + first + n, count - n);
     }
 };
 

@@ -104,8 +104,7 @@ __device__ __forceinline__ void multiply(float (&acc)[4][8][4], const char* stag
     }
 }
 
-/* The whole of it; sink(token, sums) gets each token's OUTPUTS sums, in shared memory, by one warp. Weights
- * are asked for before the kernel ahead has ended. */
+/* The whole of it; the sink as in prefill.cuh. Weights are asked for before the kernel ahead has ended. */
 template <class Sink>
 __device__ __forceinline__ void prefill(const Product& p, const Sink& sink) {
     extern __shared__ __align__(128) char dynamic[];  // STAGES stages, then the finished tile in their place
@@ -151,6 +150,5 @@ __device__ __forceinline__ void prefill(const Product& p, const Sink& sink) {
                 tile[token * PITCH + down * 64 + 16 * i + lane / 4 + e / 2 * 8] = acc[i][n][e];
             }
     __syncthreads();
-    for (int token = warp_index(); token < TOKENS && p.first_token + token < p.rows; token += THREADS / 32)
-        sink(p.first_token + token, tile + token * PITCH);
+    write_tile(sink, tile, PITCH, p.first_token, min(TOKENS, p.rows - p.first_token), THREADS / 32);
 }

@@ -107,7 +107,7 @@ __device__ __forceinline__ void copy_all(const Product& p, const Ring& ring, int
     griddep_wait();
     for (int s = 0; s < min(STAGES, steps); ++s) copy_tokens(p, ring, s, s);
     for (int step = STAGES, slot = 0, parity = 0; step < steps; ++step) {
-        mbarrier_wait_cluster(&ring.empty[slot], parity);
+        mbarrier_wait(&ring.empty[slot], parity);
         copy_weights(p, ring, slot, step);
         copy_tokens(p, ring, slot, step);
         if (++slot == STAGES) slot = 0, parity ^= 1;
@@ -115,25 +115,52 @@ __device__ __forceinline__ void copy_all(const Product& p, const Ring& ring, int
     griddep_launch();
 }
 
-/* The products of a stage. Its weights are in registers that wait for the tensor cores; meanwhile the other
- * warpgroup's products run. */
-__device__ __forceinline__ void multiply(float (&acc)[TOKENS / 2], const Ring& ring, int slot, int parity,
-                                         bool is_refilled) {
-    const char* stage = ring.stages + slot * STAGE;
-    const char* weights = stage + TOKEN_BYTES + warp_index() * TILE_BYTES + 16 * lane_index();
-    uint4 a[4];
-    mbarrier_wait(&ring.full[slot], parity);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) a[i] = *(const uint4*)(weights + 512 * i);
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < 4; ++i) wgmma(acc, a[i], wgmma_columns(stage + 32 * i));
-    wgmma_commit();
-    wgmma_wait<0>();
-    if (is_refilled && lane_index() < CLUSTER) mbarrier_arrive_at(&ring.empty[slot], lane_index());
+/* The weights of half a stage in registers, and their products, a group of their own. */
+struct Half {
+    uint4 a[2];
+
+    __device__ __forceinline__ void load(const char* stage, int half) {
+        const char* from = stage + TOKEN_BYTES + warp_index() * TILE_BYTES + 1024 * half + 16 * lane_index();
+        a[0] = *(const uint4*)from, a[1] = *(const uint4*)(from + 512);
+    }
+
+    __device__ __forceinline__ void multiply(float (&acc)[TOKENS / 2], const char* stage, int half) const {
+        wgmma_fence();
+        wgmma(acc, a[0], wgmma_columns(stage + 64 * half));
+        wgmma(acc, a[1], wgmma_columns(stage + 64 * half + 32));
+        wgmma_commit();
+    }
+};
+
+__device__ __forceinline__ void give_back(const Ring& ring, int slot) {
+    if constexpr (CLUSTER == 1) {
+        if (lane_index() == 0) mbarrier_arrive(&ring.empty[slot]);
+    } else {
+        if (lane_index() < CLUSTER) mbarrier_arrive_read_at(&ring.empty[slot], lane_index());
+    }
 }
 
-/* The whole of it; sink(token, sums) gets each token's OUTPUTS sums, in shared memory, by one warp. */
+/* All sums of a warpgroup. Half a stage is multiplied while the weights of the next half come to registers
+ * that the half before has left. */
+__device__ __forceinline__ void multiply_all(float (&acc)[TOKENS / 2], const Ring& ring, int steps) {
+    Half first, second;
+    int step = 0, slot = 0, parity = 0;
+    do {
+        const char* stage = ring.stages + slot * STAGE;
+        mbarrier_wait(&ring.full[slot], parity);
+        first.load(stage, 0);
+        first.multiply(acc, stage, 0);
+        wgmma_wait<1>();
+        if (step > 0 && step - 1 + STAGES < steps) give_back(ring, (slot ? slot : STAGES) - 1);
+        second.load(stage, 1);
+        second.multiply(acc, stage, 1);
+        wgmma_wait<1>();
+        if (++slot == STAGES) slot = 0, parity ^= 1;
+    } while (++step < steps);
+    wgmma_wait<0>();
+}
+
+/* The whole of it; the sink as in prefill.cuh. */
 template <class Sink>
 __device__ __forceinline__ void prefill(const Product& p, const Sink& sink) {
     extern __shared__ __align__(1024) char dynamic[];  // RING bytes, then barriers
@@ -151,10 +178,7 @@ __device__ __forceinline__ void prefill(const Product& p, const Sink& sink) {
     }
     if constexpr (TOKENS == 256) registers_take<232>();  // of 168, half a warpgroup's sums and more
     float acc[TOKENS / 2] = {};
-    for (int step = 0, slot = 0, parity = 0; step < steps; ++step) {
-        multiply(acc, ring, slot, parity, step + STAGES < steps);
-        if (++slot == STAGES) slot = 0, parity ^= 1;
-    }
+    multiply_all(acc, ring, steps);
     griddep_wait();
     named_barrier_sync(1, CONSUMERS);  // all stages have been read
     float* tile = (float*)dynamic;
@@ -163,6 +187,5 @@ __device__ __forceinline__ void prefill(const Product& p, const Sink& sink) {
     for (int i = 0; i < TOKENS / 2; ++i)
         tile[(i / 4 * 8 + 2 * (lane % 4) + i % 2) * PITCH + first + i % 4 / 2 * 8] = acc[i];
     named_barrier_sync(1, CONSUMERS);
-    for (int token = warp_index(); token < TOKENS && p.first_token + token < p.rows; token += CONSUMERS / 32)
-        sink(p.first_token + token, tile + token * PITCH);
+    write_tile(sink, tile, PITCH, p.first_token, min(TOKENS, p.rows - p.first_token), CONSUMERS / 32);
 }

@@ -156,6 +156,16 @@ __device__ __forceinline__ void mbarrier_arrive_at(u64* barrier, u32 rank) {
         : "memory");
 }
 
+/* The same to say that something has been read: nothing that this thread wrote goes ahead, so no memory fence
+ * (it took a microsecond). The other side waits with mbarrier_wait. */
+__device__ __forceinline__ void mbarrier_arrive_read_at(u64* barrier, u32 rank) {
+    asm volatile(
+        "{\n .reg .b32 there;\n mapa.shared::cluster.u32 there, %0, %1;\n"
+        " mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(shared_address(barrier)),
+        "r"(rank)
+        : "memory");
+}
+
 __device__ __forceinline__ bool mbarrier_try_wait_cluster(u64* barrier, u32 parity) {
     u32 done;
     asm volatile(

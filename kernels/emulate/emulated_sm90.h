@@ -102,6 +102,9 @@ inline bool mbarrier_try_wait(u64* barrier, u32 parity, EMULATE_SITE) {
 inline void mbarrier_arrive_at(u64* barrier, u32 rank, EMULATE_SITE) {
     emulate::mbarrier_arrive((uint64_t*)emulate::cluster_map(barrier, rank), 0, site);
 }
+inline void mbarrier_arrive_read_at(u64* barrier, u32 rank, EMULATE_SITE) {
+    mbarrier_arrive_at(barrier, rank, site);
+}
 inline bool mbarrier_try_wait_cluster(u64* barrier, u32 parity, EMULATE_SITE) {
     return emulate::mbarrier_test((uint64_t*)barrier, parity, site);
 }

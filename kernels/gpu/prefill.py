@@ -15,12 +15,13 @@ from .attend_fast import attend_prompt
 
 COUNTERS = 4096  # as in kernels/gpu/__init__.py
 STAGE_K = 64
+HEADS = 8  # of a row, by one warp of qkv_prefill.cu
 # (tokens, row tiles of weights, stages, blocks a cluster) of a block; the bits are the same in all of a frame
 TILES = {
     "mma": ((64, 4, 4, 1), (64, 8, 4, 1), (128, 8, 3, 1), (256, 8, 4, 1)),
     "wgmma": ((64, 4, 4, 1), (64, 8, 4, 1), (128, 8, 4, 1), (256, 8, 4, 2)),
 }
-FRAME = "mma"  # where a card has both
+FRAME = "wgmma"  # where a card has both
 HAS_WGMMA = "sm_90a", "emulated"  # arches
 
 
@@ -37,6 +38,8 @@ class Prefill:
 
     def _run(self, row, *args):
         function = PREFILL.get(row)
+        if row != "linear_add":
+            self._backend.laid_h = None  # the workspace is another's
         if function is not None and self._backend.activations == "bf16" and function(self._backend, *args):
             self._backend.variants[row] = "prefill"
         else:
@@ -141,7 +144,13 @@ def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, si
     linear(backend, rows, wq, laid, scale, y, wkv)
     args = [y, eps, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot, pos, cache_k, cache_v, q]
     args += [rows, heads, groups, room, size, cos.shape[1]]
-    finish(backend, "qkv", rows * (heads + 2 * groups), args)
+    if size in (64, 128) and cos.shape[1] == size // 2:
+        warps, dependent = rows * -(-(heads + 2 * groups) // HEADS), getattr(backend, "dependent", False)
+        backend.launch(
+            "qkv_prefill.cu", "qkv_prefill", -(-warps // 4), 128, 0, args[:-2], {"HEAD": size}, dependent=dependent
+        )  # fmt: skip
+    else:
+        finish(backend, "qkv", rows * (heads + 2 * groups), args)
     return True
 
 
@@ -149,7 +158,9 @@ def linear_add(backend, a, w, bias, tap_row, tap_at, x, taps, work, tile=None):
     if not fits(w):
         return None
     columns = 0 if taps is None else taps.shape[1]
-    laid, _, _ = tokens(backend, a, None, 0.0, work)
+    (h, laid), backend.laid_h = getattr(backend, "laid_h", None) or (None, None), None
+    if a is not h:
+        laid, _, _ = tokens(backend, a, None, 0.0, work)
     args = [w.data, laid, bias, tap_row, x, taps, len(a), w.rows, w.cols, tap_at, columns]
     launch(backend, "linear_add_prefill.cu", "linear_add_prefill", len(a), w.rows, args, tile=tile)
     return True
@@ -158,8 +169,11 @@ def linear_add(backend, a, w, bias, tap_row, tap_at, x, taps, work, tile=None):
 def gate_up(backend, x, norm, eps, w, work, h, tile=None):
     if w.layout != "packed pairs" or w.cols % 8:
         return None
-    laid, scale, _ = tokens(backend, x, norm, eps, work)
-    args = [w.data, laid, scale, h, len(x), h.shape[1], w.cols]
+    laid, scale, rest = tokens(backend, x, norm, eps, work)
+    lays = frame_of(backend) == "wgmma" and h.shape[1] % STAGE_K == 0 and laid_size(*h.shape) <= rest.size
+    again = rest if lays else None
+    backend.laid_h = (h, again) if lays else None  # for the linear_add that comes next
+    args = [w.data, laid, scale, h, again, len(x), h.shape[1], w.cols]
     outputs = 2 * TILE // 2 * -(-h.shape[1] // (TILE // 2))  # the gate and up rows of whole tiles
     launch(backend, "gate_up_prefill.cu", "gate_up_prefill", len(x), outputs, args, tile=tile)
     return True

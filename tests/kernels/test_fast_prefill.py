@@ -71,7 +71,9 @@ def test_gate_up_matches_oracle(ops, frame, rng, T, D, F):
 @on_gpu_backends
 @pytest.mark.parametrize("norms, bias", [(False, False), (True, True)])
 @pytest.mark.parametrize(
-    "shape", [(5, 128, 5, 1, 24, 12), (16, 512, 8, 4, 128, 64), (70, 40, 3, 3, 80, 40)], ids=str
+    "shape",
+    [(5, 128, 5, 1, 24, 12), (16, 512, 8, 4, 128, 64), (70, 40, 3, 3, 64, 32), (5, 40, 2, 1, 64, 16)],
+    ids=str,
 )
 def test_qkv_matches_oracle(ops, frame, rng, shape, norms, bias):
     case = test_qkv.make(ops, rng, shape, "bf16", norms, bias)
@@ -93,6 +95,37 @@ def test_fuse_matches_oracle(ops, frame, rng, T, D, columns):
 def test_inject_matches_oracle(ops, frame, rng, shape):
     case = test_inject.make(ops, rng, shape, "bf16", True, True)
     prompt_check(ops, "inject", case, test_inject.terms_of(case), C)
+
+
+def put(ops, values, kind):
+    buffer = ops.array(values.shape, kind)
+    ops.upload(buffer, values)
+    return buffer
+
+
+@on_gpu_backends
+@pytest.mark.parametrize("T, D, F", [(3, 24, 64), (70, 40, 192)])
+def test_h_that_gate_up_has_laid_is_h(ops, frame, rng, monkeypatch, T, D, F):
+    """linear_add behind gate_up, as in a layer, has the bits of linear_add alone."""
+    kept, backend, seen = [], ops.backend, []  # seen: what was laid by the kernel that just lays
+    real_tokens = prefill.tokens
+    monkeypatch.setattr(prefill, "tokens", lambda *args: seen.append(args[1]) or real_tokens(*args))
+    first = test_gate_up.make(ops, rng, T, D, F, "bf16")
+    then = test_linear_add.make(ops, rng, T, D, F, "bf16", False, None)
+    up, down = (backend.weight([case["w"]], role) for case, role in ((first, "gate_up"), (then, "down")))
+    h = ops.array((T, F), "A")
+    work = ops.array((backend.work_size(T, max(D, F), 2 * F + D),), "f32")
+    norm, x = put(ops, first["norm"], "f32"), put(ops, first["x"], "A")
+    rows = prefill.Prefill(backend)
+    for forgets in (False, True):
+        rows.gate_up(x, norm, 1e-6, up, work, h)
+        if forgets:
+            backend.laid_h = None
+        out = put(ops, then["x"], "A")
+        rows.linear_add(h, down, None, None, 0, out, None, work)
+        kept.append(ops.download(out))
+    assert_same_bits(kept[0], kept[1], "x")
+    assert sum(a is h for a in seen) == (1 if frame == "wgmma" else 2)
 
 
 @on_gpu_backends

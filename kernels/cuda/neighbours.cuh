@@ -1,0 +1,36 @@
+/* Some neighbours of a row, as one load or store where it is known that all are there and aligned. */
+#pragma once
+#include "common.cuh"
+
+/* Neighbours in registers, loaded and stored at once where WHOLE, else one by one, the first `there`. */
+template <class T, int Count>
+struct alignas(sizeof(T) * Count) Neighbours {
+    T v[Count];
+
+    template <bool WHOLE>
+    __device__ __forceinline__ void load(const T* at, int there) {
+        if (WHOLE) {
+            *this = *(const Neighbours*)at;
+        } else {
+#pragma unroll
+            for (int i = 0; i < Count; ++i) v[i] = i < there ? at[i] : T{};
+        }
+    }
+
+    template <bool WHOLE>
+    __device__ __forceinline__ void store(T* at, int there) const {
+        if (WHOLE) {
+            *(Neighbours*)at = *this;
+        } else {
+#pragma unroll
+            for (int i = 0; i < Count; ++i)
+                if (i < there) at[i] = v[i];
+        }
+    }
+};
+
+/* Whether all rows of `stride` from there on keep `Count` neighbours aligned. */
+template <int Count, class T>
+__device__ __forceinline__ bool is_aligned(const T* at, int stride) {
+    return (size_t)at % (sizeof(T) * Count) == 0 && stride % Count == 0;
+}
