@@ -1,17 +1,21 @@
 """The products of a prompt on a GPU: every frame and tile side by side, torch's matmul (cuBLAS) as the peer.
 
     python bench/prefill_gemm.py [--shapes 6144x4096,...] [--rows 64,256,1024,2048] [--frames wgmma,mma] [--seconds 300]
+                                 [--name prefill-gemm-h100]
 
 A time is per launch: the median over replays of one graph of at least 8 launches, each on another of the weights that
 together fill 200 MB. linear_add_prefill is timed for every shape (its end reads and adds the residual), without the pass
-that lays tokens for wgmma; gate_up and qkv's f32 product with it, once at the largest number of rows. The last line adds up a Qwen3-8B prompt of that many rows.
-Writes bench/results/prefill-gemm-CARD.json (into $OUT where that is set); the table comes last. Needs torch.
+that lays tokens for wgmma; gate_up and qkv's f32 product with it, once at the largest number of rows, and the laying of
+h alone. The last line adds up the products of a Qwen3-8B prompt of that many rows, under the rule's tiles.
+Writes bench/results/NAME.json (into $OUT where that is set; without --name prefill-gemm-CARD); the table comes last.
+Needs torch.
 """
 
 import argparse
 import re
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -28,8 +32,8 @@ SHAPES = "6144x4096,4096x4096,24576x4096,4096x12288,4096x20480,960x576,1536x576"
 LAYER = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)]  # a layer of Qwen3-8B, 36 of them
 ROTATED = 200e6
 MORE = {
-    "mma": ((64, 8, 6, 1), (128, 8, 4, 1), (128, 16, 3, 1), (256, 8, 3, 1), (128, 4, 4, 1)),
-    "wgmma": ((64, 8, 6, 1), (128, 8, 6, 1), (128, 8, 4, 2), (256, 8, 3, 2), (256, 8, 4, 1), (256, 8, 4, 4)),
+    "mma": ((64, 8, 6), (128, 8, 4), (128, 16, 3), (256, 8, 3), (128, 4, 4)),
+    "wgmma": ((64, 8, 6), (64, 8, 8), (128, 8, 6), (256, 8, 3)),
 }
 
 
@@ -79,7 +83,7 @@ class Bench:
         return self.timed(self.weights(outputs, cols), call, replays)
 
     def others(self, rows, replays):
-        """Microseconds of gate_up with its norm, and of qkv's norm and product."""
+        """Microseconds of gate_up with its norm, of qkv's norm and product, and of laying what down reads."""
         work, norm = Buffer(self.work), Buffer(torch.ones(4096, device="cuda"))
         x, h = (
             Buffer(self.tokens[: rows * 4096].view(rows, 4096)),
@@ -93,10 +97,14 @@ class Bench:
             laid, scale, y = prefill.tokens(self.backend, x, norm, 1e-6, work)
             prefill.linear(self.backend, rows, w, laid, scale, y)
 
-        return {
+        found = {
             "gate_up_us": self.timed(self.weights(24576, 4096, "packed pairs"), gate_up, replays),
             "qkv_product_us": self.timed(self.weights(6144, 4096), qkv, replays),
         }
+        if prefill.frame_of(self.backend) == "wgmma":
+            lay = partial(prefill.tokens, self.backend, h, None, 0.0)
+            found["lay_h_us"] = self.timed([work], lay, replays)
+        return found
 
     def cublas(self, rows, outputs, cols, replays):
         tokens, out = (
@@ -134,6 +142,7 @@ def main():
     parser.add_argument(
         "--seconds", type=float, default=300, help="only the tile of the rule, after this long"
     )
+    parser.add_argument("--name", help="of the file of results")
     args = parser.parse_args()
     begun, bench, name = time.perf_counter(), Bench(), torch.cuda.get_device_name()
     copy, results, table, sums = copy_gb_s(bench.pool), [], [], {}
@@ -170,16 +179,15 @@ def main():
                 "  " + "; ".join(f"{tried[tile]:.2f} {tile}" for tile in sorted(tried, key=tried.get)),
                 flush=True,
             )
-            sums[rows, outputs, cols] = tried[best], peer
+            sums[rows, outputs, cols] = tried[own], peer
     most, bench.backend.prefill_frame = max(rows_list), frames[0]
     others = bench.others(most, args.replays)
     if all((most, *shape) in sums for shape in LAYER):
         ours, peer = (36 * sum(sums[most, *shape][i] for shape in LAYER) / 1e3 for i in (0, 1))
         table.append(f"36 layers of products at {most} rows: {ours:.1f} ms, cuBLAS {peer:.1f} ms; {others}")
     card = re.sub(r"\W+", "-", name).strip("-").lower()
-    out = record.write(
-        f"prefill-gemm-{card}", {"results": results, "others": others}, card=name, copy_gb_s=copy
-    )
+    found = {"results": results, "others": others}
+    out = record.write(args.name or f"prefill-gemm-{card}", found, card=name, copy_gb_s=copy)
     print(f"\n{name}, copy {copy:.0f} GB/s; {out}")
     print("\n".join(table))
 

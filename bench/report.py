@@ -55,7 +55,9 @@ def cpu():
 def gpu():
     round_, older = load("round-h100"), load("lossless-qwen3-8b-h100")
     embedded, attend = load("embedded-h100"), load("attend-nvidia-h100-80gb-hbm3")
-    shape = older["qwen3-8b"]  # of its prompt and its lossless run
+    shape = older["qwen3-8b"]  # of its lossless run
+    longest = max(round_, older, key=lambda found: found["qwen3-8b"]["prefill"]["tokens"])
+    prefill, prefill_at = longest["qwen3-8b"]["prefill"], longest["commit"]
     at = round_["qwen3-8b"]["contexts"][0]
     ms, floor = at["ms"], at["floor_ms"]
     yield f"### GPU: one {round_['card']}, bf16, copy {round_['copy_tb_per_s']:.2f} TB/s in the same run"
@@ -76,7 +78,7 @@ def gpu():
         ("the same, top-k 50 too", ms["round_16_sampled_top_k"], floor["round"]),
     ):
         yield f"| {name} | {time:.2f} | {least:.2f} | {least / time:.0%} |"
-    yield f"| prefill, {shape['prefill']['tokens']} tokens ({older['commit']}) | {shape['prefill']['ms']:.0f} | | |"
+    yield f"| prefill, {prefill['tokens']} tokens ({prefill_at}) | {prefill['ms']:.0f} | | |"
     yield ""
     yield from timeline()
     yield ""
@@ -89,7 +91,8 @@ def gpu():
     yield ""
     yield from loading()
     yield ""
-    yield from peers(ms, shape["prefill"])
+    yield from prompts()
+    yield from peers(ms, prefill, prefill_at)
     yield ""
     gemms = load("gemm-nvidia-h100-80gb-hbm3"), load("gemm-newer-cuts-h100")
     yield (
@@ -184,7 +187,22 @@ def loading():
     )
 
 
-def peers(ms, prefill):
+def prompts():
+    """The products of a prompt, once bench/prefill_gemm.py has run."""
+    if not (HERE / "results" / "prefill-gemm-h100.json").exists():
+        return
+    found = load("prefill-gemm-h100")
+    rows = max(one["rows"] for one in found["results"])
+    said = [
+        f"{one['outputs']} x {one['cols']} {one['us']:.0f} us ({one['tflop_s']:.0f} TFLOP/s, {one['cublas_us'] / one['us']:.2f} of cuBLAS)"
+        for one in found["results"]
+        if one["rows"] == rows
+    ]
+    yield f"Products of a prompt, {rows} rows (`{found['command']}`, {found['commit']}): {'; '.join(said)}."
+    yield ""
+
+
+def peers(ms, prefill, prefill_at):
     found = load("peer-h100")
     versions = found["versions"]
     step, token = found["dflash_step_ms"]["median"], found["transformers_token_ms"]["median"]
@@ -192,7 +210,7 @@ def peers(ms, prefill):
         f"In another run on such a card, weights of the same shape, context {found['context']} (`bench/peer.py`, {found['commit']}): a step of the "
         f"public dflash {found['dflash']} loop takes {step:.1f} ms, {step / ms['round_16']:.1f} times our round; a token of "
         f"transformers' own generate {token:.1f} ms, {token / ms['plain_round']:.1f} times our plain round; the prompt's pass "
-        f"{found['dflash_prefill_ms']['median']:.0f} ms, ours {prefill['ms']:.0f} ms (torch {versions['torch']}, transformers "
+        f"{found['dflash_prefill_ms']['median']:.0f} ms, ours {prefill['ms']:.0f} ms ({prefill_at}; torch {versions['torch']}, transformers "
         f"{versions['transformers']})."
     )
 

@@ -1,5 +1,5 @@
 /* gate_up_prefill: h = silu(Wg n(x)) * (Wu n(x)), rounded once. A packed tile holds 8 gate rows and the 8
- *         up rows that go with them. laid: null, or where h goes once more, as lay_prefill.cu would lay it.
+ *         up rows that go with them.
  * Grid:   prefill.cuh.
  * Moves:  2*F*D*2 + T*(D + F)*2 bytes; bound by tensor cores.
  * Truth:  oracle.py gate_up; x comes times the norm's weights, rounded to bf16, its root scales the sums. */
@@ -8,8 +8,7 @@
 struct Swiglu {
     const float* scale;
     bf16* h;
-    char* laid;
-    int ffn, first, padded;
+    int ffn, first;
 
     __device__ __forceinline__ bool is_whole() const {
         return ffn - first >= OUTPUTS / 2 && is_aligned<2>(h + first, ffn);
@@ -20,27 +19,21 @@ struct Swiglu {
         return scale[token];
     }
 
-    /* A lane has two neighbours: of the 32 k that lay_prefill.cu transposes, word lane % 16. */
+    /* A lane has two neighbours. */
     template <bool WHOLE>
     __device__ __forceinline__ void write(int token, float r, const float* sums) const {
-        const int lane = lane_index(), f = 2 * lane;
+        const int f = 2 * lane_index();
         if (f >= OUTPUTS / 2) return;
         const float2 gate = *(const float2*)(sums + f / 8 * 16 + f % 8);
         const float2 up = *(const float2*)(sums + f / 8 * 16 + 8 + f % 8);
         auto swiglu = [r](float g, float u) { return g *= r, __fdividef(g, 1.f + __expf(-g)) * (u * r); };
-        const float low = swiglu(gate.x, up.x), high = swiglu(gate.y, up.y);
-        const Neighbours<bf16, 2> both{to_bf16(low), to_bf16(high)};
+        const Neighbours<bf16, 2> both{to_bf16(swiglu(gate.x, up.x)), to_bf16(swiglu(gate.y, up.y))};
         both.template store<WHOLE>(h + (size_t)token * ffn + first + f, ffn - first - f);
-        if (!laid) return;
-        const int unit = (first + f) % 64 / 32 * 4 + lane % 4;
-        char* to = laid + ((size_t)((first + f) / 64) * padded + token) * 128;
-        *(u32*)(to + 16 * (unit ^ token % 8) + 4 * (lane % 16 / 4)) = pack_bf16(low, high);
     }
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    gate_up_prefill(const u16* w, const bf16* x, const float* scale, bf16* h, char* laid, int rows, int ffn,
-                    int cols) {
+    gate_up_prefill(const u16* w, const bf16* x, const float* scale, bf16* h, int rows, int ffn, int cols) {
     Product product(w, (ffn + 7) / 8, blockIdx.y, x, rows, cols);
-    prefill(product, Swiglu{scale, h, laid, ffn, (int)blockIdx.y * OUTPUTS / 2, (rows + 7) / 8 * 8});
+    prefill(product, Swiglu{scale, h, ffn, (int)blockIdx.y * OUTPUTS / 2});
 }

@@ -2,7 +2,6 @@
  * Grid:   (tiles of TOKENS tokens, groups of 16 * WEIGHT_TILES outputs): neighbours share weights in L2.
  *         A warpgroup for 64 outputs x TOKENS tokens each, and one whose first warp copies. Packed weights
  *         are wgmma's A operand in registers as they lie in memory; tokens its B operand.
- *         CLUSTER blocks of as many groups have their tokens in common: each copies a part for all.
  * Moves:  each block its weights and tokens once, through a ring of bulk copies of 64 k; bound by tensor
  *         cores.
  * Bits:   an output's sum runs over k ascending, in one accumulator: no matter of rows, tiles or chunks of
@@ -19,9 +18,6 @@
 #endif
 #ifndef STAGES
 #define STAGES 4
-#endif
-#ifndef CLUSTER
-#define CLUSTER 1
 #endif
 
 constexpr int OUTPUTS = 16 * WEIGHT_TILES;
@@ -45,7 +41,7 @@ struct Product {
                                        int cols_)
         : weights((const char*)w + (size_t)group * WEIGHT_TILES * ((cols_ + 31) / 32) * 1024),
           x((const char*)x_ + (size_t)blockIdx.x * TOKENS * COLUMN_BYTES),
-          tiles(max(0, min(WEIGHT_TILES, tiles_ - group * WEIGHT_TILES))),  // none: it fills up a cluster
+          tiles(min(WEIGHT_TILES, tiles_ - group * WEIGHT_TILES)),
           first_token(blockIdx.x * TOKENS),
           rows(rows_),
           padded((rows_ + 7) / 8 * 8),
@@ -63,8 +59,7 @@ struct Ring {
 
     /* By thread 0, before a barrier of the block. */
     __device__ __forceinline__ void open() const {
-        for (int s = 0; s < STAGES; ++s)
-            mbarrier_init(&full[s], 1), mbarrier_init(&empty[s], CLUSTER * CONSUMERS / 32);
+        for (int s = 0; s < STAGES; ++s) mbarrier_init(&full[s], 1), mbarrier_init(&empty[s], CONSUMERS / 32);
         mbarrier_fence_init();
     }
 };
@@ -88,17 +83,8 @@ __device__ __forceinline__ void copy_weights(const Product& p, const Ring& ring,
 
 __device__ __forceinline__ void copy_tokens(const Product& p, const Ring& ring, int slot, int step) {
     if (lane_index() > 0) return;
-    char* to = ring.stages + slot * STAGE;
-    const char* from = p.x + (size_t)step * p.padded * COLUMN_BYTES;
-    if constexpr (CLUSTER == 1) {
-        bulk_load(to, from, p.tokens * COLUMN_BYTES, &ring.full[slot]);
-    } else {
-        constexpr int PART = TOKENS / CLUSTER;
-        const int first = cluster_rank() * PART, count = min(PART, p.tokens - first);
-        if (count > 0)
-            bulk_load_to(to + first * COLUMN_BYTES, from + first * COLUMN_BYTES, count * COLUMN_BYTES,
-                         &ring.full[slot], (1 << CLUSTER) - 1);
-    }
+    bulk_load(ring.stages + slot * STAGE, p.x + (size_t)step * p.padded * COLUMN_BYTES,
+              p.tokens * COLUMN_BYTES, &ring.full[slot]);
 }
 
 /* Weights are asked for before the kernel ahead has ended. */
@@ -133,11 +119,7 @@ struct Half {
 };
 
 __device__ __forceinline__ void give_back(const Ring& ring, int slot) {
-    if constexpr (CLUSTER == 1) {
-        if (lane_index() == 0) mbarrier_arrive(&ring.empty[slot]);
-    } else {
-        if (lane_index() < CLUSTER) mbarrier_arrive_read_at(&ring.empty[slot], lane_index());
-    }
+    if (lane_index() == 0) mbarrier_arrive(&ring.empty[slot]);
 }
 
 /* All sums of a warpgroup. Half a stage is multiplied while the weights of the next half come to registers
@@ -167,10 +149,7 @@ __device__ __forceinline__ void prefill(const Product& p, const Sink& sink) {
     const Ring ring(dynamic);
     const int steps = (p.cols + STAGE_K - 1) / STAGE_K;
     if (threadIdx.x == 0) ring.open();
-    if constexpr (CLUSTER > 1)
-        cluster_sync();
-    else
-        __syncthreads();
+    __syncthreads();
     if (warp_index() >= CONSUMERS / 32) {
         if constexpr (TOKENS == 256) registers_give<40>();
         if (warp_index() == CONSUMERS / 32) copy_all(p, ring, steps);

@@ -156,16 +156,6 @@ __device__ __forceinline__ void mbarrier_arrive_at(u64* barrier, u32 rank) {
         : "memory");
 }
 
-/* The same to say that something has been read: nothing that this thread wrote goes ahead, so no memory fence
- * (it took a microsecond). The other side waits with mbarrier_wait. */
-__device__ __forceinline__ void mbarrier_arrive_read_at(u64* barrier, u32 rank) {
-    asm volatile(
-        "{\n .reg .b32 there;\n mapa.shared::cluster.u32 there, %0, %1;\n"
-        " mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(shared_address(barrier)),
-        "r"(rank)
-        : "memory");
-}
-
 __device__ __forceinline__ bool mbarrier_try_wait_cluster(u64* barrier, u32 parity) {
     u32 done;
     asm volatile(
@@ -183,17 +173,6 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* global, u32 
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
             shared_address(shared)),
         "l"(global), "r"(bytes), "r"(shared_address(barrier))
-        : "memory");
-}
-
-/* The same into every block of the cluster whose bit is set in `ranks`, at the same place, for its same
- * barrier. */
-__device__ __forceinline__ void bulk_load_to(void* shared, const void* global, u32 bytes, u64* barrier,
-                                             u16 ranks) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-        "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(shared)),
-        "l"(global), "r"(bytes), "r"(shared_address(barrier)), "h"(ranks)
         : "memory");
 }
 

@@ -102,21 +102,14 @@ inline bool mbarrier_try_wait(u64* barrier, u32 parity, EMULATE_SITE) {
 inline void mbarrier_arrive_at(u64* barrier, u32 rank, EMULATE_SITE) {
     emulate::mbarrier_arrive((uint64_t*)emulate::cluster_map(barrier, rank), 0, site);
 }
-inline void mbarrier_arrive_read_at(u64* barrier, u32 rank, EMULATE_SITE) {
-    mbarrier_arrive_at(barrier, rank, site);
-}
 inline bool mbarrier_try_wait_cluster(u64* barrier, u32 parity, EMULATE_SITE) {
     return emulate::mbarrier_test((uint64_t*)barrier, parity, site);
 }
-inline void bulk_load_to(void* shared, const void* global, u32 bytes, u64* barrier, u16 ranks, EMULATE_SITE) {
+inline void bulk_load(void* shared, const void* global, u32 bytes, u64* barrier, EMULATE_SITE) {
     emulate::aligned(shared, 16, "bulk_load, shared side");
     emulate::aligned(global, 16, "bulk_load, global side");
     if (bytes % 16) emulate::fail("bulk_load: %u bytes is not a multiple of 16", bytes);
-    for (u32 rank = 0; rank < 16; ++rank)
-        if (ranks >> rank & 1) emulate::bulk_copy(shared, global, bytes, (uint64_t*)barrier, rank, site);
-}
-inline void bulk_load(void* shared, const void* global, u32 bytes, u64* barrier, EMULATE_SITE) {
-    bulk_load_to(shared, global, bytes, barrier, 1 << emulate::cluster_rank(), site);
+    emulate::bulk_copy(shared, global, bytes, (uint64_t*)barrier, site);
 }
 inline void fence_async_shared() {}
 

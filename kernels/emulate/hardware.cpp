@@ -84,14 +84,10 @@ void mbarrier_arrive(uint64_t* barrier, unsigned bytes, Site site) {
     store(barrier, state);
 }
 
-/* shared, barrier: of this block; meant are those of block `rank` of the cluster. */
-void bulk_copy(void* shared, const void* global, unsigned bytes, uint64_t* barrier, unsigned rank,
-               Site site) {
-    char* to = (char*)cluster_map(shared, rank);
-    uint64_t* there = (uint64_t*)cluster_map(barrier, rank);
-    load(there, site);
-    memset(to, 0xff, bytes);
-    self()->block->cluster->blocks[rank]->bulk.push_back({to, (const char*)global, bytes, bytes, 0, there});
+void bulk_copy(void* shared, const void* global, unsigned bytes, uint64_t* barrier, Site site) {
+    load(barrier, site);
+    memset(shared, 0xff, bytes);
+    self()->block->bulk.push_back({(char*)shared, (const char*)global, bytes, bytes, 0, barrier});
     progress();
 }
 

@@ -16,10 +16,10 @@ from .attend_fast import attend_prompt
 COUNTERS = 4096  # as in kernels/gpu/__init__.py
 STAGE_K = 64
 HEADS = 8  # of a row, by one warp of qkv_prefill.cu
-# (tokens, row tiles of weights, stages, blocks a cluster) of a block; the bits are the same in all of a frame
+# (tokens, row tiles of weights, stages) of a block; the bits are the same in all of a frame
 TILES = {
-    "mma": ((64, 4, 4, 1), (64, 8, 4, 1), (128, 8, 3, 1), (256, 8, 4, 1)),
-    "wgmma": ((64, 4, 4, 1), (64, 8, 4, 1), (128, 8, 4, 1), (256, 8, 4, 2)),
+    "mma": ((64, 4, 4), (64, 8, 4), (128, 8, 3), (256, 8, 4)),
+    "wgmma": ((64, 4, 4), (64, 8, 4), (128, 8, 4), (256, 8, 4)),
 }
 FRAME = "wgmma"  # where a card has both
 HAS_WGMMA = "sm_90a", "emulated"  # arches
@@ -38,8 +38,6 @@ class Prefill:
 
     def _run(self, row, *args):
         function = PREFILL.get(row)
-        if row != "linear_add":
-            self._backend.laid_h = None  # the workspace is another's
         if function is not None and self._backend.activations == "bf16" and function(self._backend, *args):
             self._backend.variants[row] = "prefill"
         else:
@@ -56,7 +54,7 @@ def choose(sms, rows, outputs, frame=FRAME):
     """The entry of TILES: the largest that still gives each multiprocessor work, or the fullest last wave."""
 
     def waves(tile):
-        tokens, tiles, *_ = tile
+        tokens, tiles, _ = tile
         blocks = -(-rows // tokens) * -(-outputs // (TILE * tiles))
         area = tokens * tiles
         return (
@@ -69,22 +67,21 @@ def choose(sms, rows, outputs, frame=FRAME):
 def launch(backend, file, kernel, rows, outputs, args, groups=None, tile=None):
     """One product. groups: function of the row tiles a block -> blocks over the outputs; tile: instead of choose's."""
     frame = frame_of(backend)
-    tokens, tiles, stages, cluster = tile = tile or choose(backend.sms, rows, outputs, frame)
+    tokens, tiles, stages = tile = tile or choose(backend.sms, rows, outputs, frame)
     shared = max(stages * 2 * STAGE_K * (tokens + TILE * tiles), 4 * tokens * (TILE * tiles + 4))
     count = groups(tiles) if groups else -(-outputs // (TILE * tiles))
-    grid = -(-rows // tokens), -(-count // cluster) * cluster
     threads = tokens * tiles // 8
     if frame == "wgmma":
         threads, shared = 32 * tiles + 128, shared + 16 * stages
     backend.launch(
-        file, kernel, grid, threads, shared, args, defines_of(frame, tile),
-        cluster=(1, cluster), dependent=getattr(backend, "dependent", False),
+        file, kernel, (-(-rows // tokens), count), threads, shared, args, defines_of(frame, tile),
+        dependent=getattr(backend, "dependent", False),
     )  # fmt: skip
 
 
 def defines_of(frame, tile):
     """-D of a kernel."""
-    names = dict(zip(("TOKENS", "WEIGHT_TILES", "STAGES", "CLUSTER"), tile, strict=True))
+    names = dict(zip(("TOKENS", "WEIGHT_TILES", "STAGES"), tile, strict=True))
     return names | {"WGMMA": 1} if frame == "wgmma" else names
 
 
@@ -158,9 +155,7 @@ def linear_add(backend, a, w, bias, tap_row, tap_at, x, taps, work, tile=None):
     if not fits(w):
         return None
     columns = 0 if taps is None else taps.shape[1]
-    (h, laid), backend.laid_h = getattr(backend, "laid_h", None) or (None, None), None
-    if a is not h:
-        laid, _, _ = tokens(backend, a, None, 0.0, work)
+    laid, _, _ = tokens(backend, a, None, 0.0, work)
     args = [w.data, laid, bias, tap_row, x, taps, len(a), w.rows, w.cols, tap_at, columns]
     launch(backend, "linear_add_prefill.cu", "linear_add_prefill", len(a), w.rows, args, tile=tile)
     return True
@@ -169,11 +164,8 @@ def linear_add(backend, a, w, bias, tap_row, tap_at, x, taps, work, tile=None):
 def gate_up(backend, x, norm, eps, w, work, h, tile=None):
     if w.layout != "packed pairs" or w.cols % 8:
         return None
-    laid, scale, rest = tokens(backend, x, norm, eps, work)
-    lays = frame_of(backend) == "wgmma" and h.shape[1] % STAGE_K == 0 and laid_size(*h.shape) <= rest.size
-    again = rest if lays else None
-    backend.laid_h = (h, again) if lays else None  # for the linear_add that comes next
-    args = [w.data, laid, scale, h, again, len(x), h.shape[1], w.cols]
+    laid, scale, _ = tokens(backend, x, norm, eps, work)
+    args = [w.data, laid, scale, h, len(x), h.shape[1], w.cols]
     outputs = 2 * TILE // 2 * -(-h.shape[1] // (TILE // 2))  # the gate and up rows of whole tiles
     launch(backend, "gate_up_prefill.cu", "gate_up_prefill", len(x), outputs, args, tile=tile)
     return True
