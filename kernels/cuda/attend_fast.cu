@@ -31,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         (T + group - 1) / group;  // in the grid, clusters come last: those with keys start first
     const int from = blockIdx.x / CLUSTER / G % groups * group, own = blockIdx.x / CLUSTER / G / groups;
 
-    if (CLUSTER > 1) cluster_arrive();  // waited for before anything is sent: who gets it is there
+    if (CLUSTER > 1) cluster_arrive_relaxed();  // waited for before anything is sent: who gets it is there
     griddep_wait();
     if (warp_index() == 0) {
         set.start(rows, {slot, pos, begin, end, T, group, window, causal, splits},

@@ -121,9 +121,9 @@ __device__ __forceinline__ void skinny(const Task& task, const Matrix& weights, 
     extern __shared__ __align__(128) unsigned char dynamic[];
     __shared__ Barriers barriers;
     float2* sums = (float2*)dynamic;
-    float2* inbox = sums + 2 * WARPS * UNITS * 32;  // [finisher][slice][UNITS][32]
+    float4* inbox = (float4*)(sums + 2 * WARPS * UNITS * 32);  // [finisher][slice][UNITS / 2][32]
     unsigned char* tokens =
-        (unsigned char*)(inbox + (CLUSTER_MERGE ? FINISHERS * task.slices * UNITS * 32 : 0));
+        (unsigned char*)(inbox + (CLUSTER_MERGE ? FINISHERS * task.slices * UNITS / 2 * 32 : 0));
     float* unit_squares = (float*)(tokens + (task.end - task.begin) * TOKEN_CHUNK);
     bool is_streaming = warp_index() < WARPS;
     Fragments a[AHEAD];
@@ -143,10 +143,12 @@ __device__ __forceinline__ void skinny(const Task& task, const Matrix& weights, 
         for (int k = 32 * task.begin + 8 * threadIdx.x; k < min(32 * task.end, task.cols); k += 8 * THREADS)
             prefetch_l2(norm + k);
     if (EARLY_LAUNCH && warp_index() == 0) griddep_launch();
-    if (CLUSTER_MERGE)
-        cluster_sync();  // the other blocks' barriers are there too
-    else
+    if (CLUSTER_MERGE) {  // the other blocks' barriers are there too
+        cluster_arrive_relaxed();
+        cluster_wait();
+    } else {
         __syncthreads();
+    }
     griddep_wait();
     int early = early_units(task);
     if (is_streaming) {
@@ -158,6 +160,7 @@ __device__ __forceinline__ void skinny(const Task& task, const Matrix& weights, 
         lay_units<IS_NORMED>(task, x, pick, norm, early + warp_index() - WARPS, units_of(task), FINISHERS,
                              tokens, unit_squares);
         mbarrier_arrive(&barriers.late);
-        gather<IS_NORMED>(task, sums, inbox, unit_squares, squares, barriers, sink);
+        gather(IS_NORMED, task, sums, inbox, unit_squares, squares, barriers, sink);
     }
+    __syncwarp();  // lanes may have parted in the waits, and racecheck wants whole warps at the next barrier
 }

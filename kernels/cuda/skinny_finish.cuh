@@ -8,9 +8,9 @@
 
 /* full: a tile's sums are written; one barrier a finishing warp, at least two, since a fast warp may be a
  * tile ahead. empty: a set of sums is read. late: the finishing warps have laid their tokens. arrived: the
- * other slices' sums. Every lane arrives, for what it wrote or read itself: racecheck does not follow that
- * one lane's arrival behind a __syncwarp would do for all, and a round takes as long (H100, Qwen3-8B, 7.73
- * ms). */
+ * other slices' sums, counted in bytes. Every lane arrives, for what it wrote or read itself: racecheck does
+ * not follow that one lane's arrival behind a __syncwarp would do for all, and a round takes as long (H100,
+ * Qwen3-8B, 7.73 ms). */
 constexpr int FULL_BARRIERS = FINISHERS == 1 ? 2 : FINISHERS;
 struct Barriers {
     u64 full[FULL_BARRIERS], empty[2], late, arrived[FINISHERS];
@@ -18,7 +18,7 @@ struct Barriers {
     /* By one thread. */
     __device__ __forceinline__ void init(const Task& task) {
         for (int i = 0; i < FULL_BARRIERS; ++i) mbarrier_init(&full[i], 32 * WARPS);
-        for (int i = 0; i < FINISHERS; ++i) mbarrier_init(&arrived[i], 32 * max(1, task.slices - 1));
+        for (int i = 0; i < FINISHERS; ++i) mbarrier_init(&arrived[i], 1);
         for (int set = 0; set < 2; ++set) mbarrier_init(&empty[set], 32);
         mbarrier_init(&late, 32 * FINISHERS);
         mbarrier_fence_init();
@@ -101,36 +101,40 @@ __device__ __forceinline__ RowScale& own_scale(RowScale (&scales)[FINISHERS]) {
 /* In a cluster: the sum over all slices to the block whose tile it is, true there. A finishing warp talks
  * only to its likes in the other blocks. One box a sender is enough: before a block sends to the same owner
  * again, it has had that owner's sums for a tile of its own, which were sent after the box was read. */
-__device__ __forceinline__ bool exchange(const Task& task, int turn, float2* inbox, u64* arrived,
+__device__ __forceinline__ bool exchange(const Task& task, int turn, float4* inbox, u64* arrived,
                                          float2 (&v)[UNITS]) {
     int owner = turn % task.slices;
-    float2* box = inbox + lane_index();
-    if (task.slice != owner) {
-        float2* to = map_shared(box, owner) + task.slice * UNITS * 32;
-#pragma unroll
-        for (int q = 0; q < UNITS; ++q) to[32 * q] = v[q];
-        mbarrier_arrive_at(arrived, owner);
-        return false;
-    }
+    float4* mine = inbox + task.slice * (UNITS / 2) * 32 + lane_index();
     if (task.slices == 1) return true;
-    float2* mine = box + task.slice * UNITS * 32;
+    u32 to = cluster_address(mine, owner), there = cluster_address(arrived, owner);
 #pragma unroll
-    for (int q = 0; q < UNITS; ++q) mine[32 * q] = v[q], v[q] = make_float2(0.f, 0.f);
+    for (int q = 0; q < UNITS / 2; ++q) {
+        float4 pair = make_float4(v[2 * q].x, v[2 * q].y, v[2 * q + 1].x, v[2 * q + 1].y);
+        if (task.slice != owner)
+            store_async(to + 512 * q, pair, there);
+        else
+            mine[32 * q] = pair;  // no other lane reads it
+    }
+    if (task.slice != owner) return false;
+    if (lane_index() == 0) mbarrier_arrive_expect(arrived, (task.slices - 1) * UNITS * 32 * 8);
+#pragma unroll
+    for (int q = 0; q < UNITS; ++q) v[q] = make_float2(0.f, 0.f);
     mbarrier_wait_cluster(arrived, turn / task.slices & 1);
 #pragma unroll(1)
     for (int slice = 0; slice < task.slices; ++slice)
 #pragma unroll
-        for (int q = 0; q < UNITS; ++q) {
-            float2 part = box[32 * (slice * UNITS + q)];
-            v[q].x += part.x, v[q].y += part.y;
+        for (int q = 0; q < UNITS / 2; ++q) {
+            float4 part = inbox[32 * (slice * (UNITS / 2) + q) + lane_index()];
+            v[2 * q].x += part.x, v[2 * q].y += part.y;
+            v[2 * q + 1].x += part.z, v[2 * q + 1].y += part.w;
         }
     return true;
 }
 
 /* sink.prepare(tile) may ask for what the end of a tile needs while its sums are not there yet; sink(tile, v)
  * gets each tile once they are, sink.end() comes after the last. By one finishing warp. */
-template <bool IS_NORMED, class Sink>
-__device__ __forceinline__ void gather(const Task& task, const float2* sums, float2* inbox,
+template <class Sink>
+__device__ __forceinline__ void gather(bool is_normed, const Task& task, const float2* sums, float4* inbox,
                                        const float* unit_squares, float* squares, Barriers& barriers,
                                        Sink& sink) {
     int me = warp_index() - WARPS, ordinal = me;
@@ -140,18 +144,17 @@ __device__ __forceinline__ void gather(const Task& task, const float2* sums, flo
         float2 v[UNITS];
         if (is_owner(task, ordinal)) sink.prepare(tile);
         mbarrier_wait(&barriers.full[ordinal % FULL_BARRIERS], ordinal / FULL_BARRIERS & 1);
-        if constexpr (IS_NORMED)
-            if (turn == 0) {
-                mbarrier_wait(&barriers.late, 0);
-                float sum = sum_squares(task, unit_squares);
-                if (task.slices == 1)
-                    sink.use_squares(sum);
-                else
-                    keep_squares(task, sum, squares);
-            }
+        if (is_normed && turn == 0) {
+            mbarrier_wait(&barriers.late, 0);
+            float sum = sum_squares(task, unit_squares);
+            if (task.slices == 1)
+                sink.use_squares(sum);
+            else
+                keep_squares(task, sum, squares);
+        }
 #pragma unroll
         for (int q = 0; q < UNITS; ++q) v[q] = from[32 * q];
-#pragma unroll
+#pragma unroll(5)  // all at once are so many instructions that fetching them takes longer
         for (int warp = 1; warp < WARPS; ++warp)
 #pragma unroll
             for (int q = 0; q < UNITS; ++q) {
@@ -161,7 +164,7 @@ __device__ __forceinline__ void gather(const Task& task, const float2* sums, flo
         mbarrier_arrive(&barriers.empty[set]);
         ordinal += FINISHERS;
         if (CLUSTER_MERGE &&
-            !exchange(task, turn, inbox + me * task.slices * UNITS * 32, &barriers.arrived[me], v))
+            !exchange(task, turn, inbox + me * task.slices * UNITS / 2 * 32, &barriers.arrived[me], v))
             continue;
         sink(tile, v);
     }

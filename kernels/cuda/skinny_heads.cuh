@@ -48,7 +48,7 @@ __device__ __forceinline__ int parts_of(const Task& task) { return CLUSTER_MERGE
 
 __device__ __forceinline__ float* head_sums(const Task& task, float* work, int tile, int part, int token) {
     float* sums = work + SQUARES * task.slices;
-    return sums + (((size_t)tile * parts_of(task) + part) * MOST_ROWS + token) * 16;
+    return sums + ((tile * parts_of(task) + part) * MOST_ROWS + token) * 16;
 }
 
 struct KeepTile {
@@ -115,17 +115,41 @@ __device__ __forceinline__ void finish_head(const Task& task, const Heads& heads
     while (load_acquire(counter) != heads.tiles_of(head) * parts_of(task)) {
     }
     __syncwarp();
-    auto sum = [&](int i) {
-        float x = 0.f;
-        if (i >= heads.size) return x;
-        int row = heads.row(head) + i;
-        const float* from = head_sums(task, work, heads.base(head) + row / 16, 0, token) + row % 16;
-#pragma unroll 4
-        for (int part = 0; part < parts_of(task); ++part) x += __ldcg(from + part * MOST_ROWS * 16);
-        return x;
-    };
+    const float* sums = head_sums(task, work, heads.base(head), 0, token);
+    int from[LANE_PAIRS][2];
 #pragma unroll
-    for (int m = 0; m < LANE_PAIRS; ++m) y[m] = make_float2(sum(low_at(m)), sum(high_at(m)));
+    for (int m = 0; m < LANE_PAIRS; ++m) {
+        y[m] = make_float2(0.f, 0.f);
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            int row = heads.row(head) + min(j ? high_at(m) : low_at(m), heads.size - 1);
+            from[m][j] = row / 16 * parts_of(task) * MOST_ROWS * 16 + row % 16;
+        }
+    }
+#pragma unroll 1
+    for (int part = 0; part < parts_of(task); part += 2) {  // two parts' loads are under way together
+        float2 first[LANE_PAIRS], second[LANE_PAIRS];
+        const float* at = sums + part * MOST_ROWS * 16;
+        const bool has_second = part + 1 < parts_of(task);
+#pragma unroll
+        for (int m = 0; m < LANE_PAIRS; ++m) {
+            first[m] = make_float2(__ldcg(at + from[m][0]), __ldcg(at + from[m][1]));
+            second[m] = make_float2(0.f, 0.f);
+            if (has_second)
+                second[m] = make_float2(__ldcg(at + MOST_ROWS * 16 + from[m][0]),
+                                        __ldcg(at + MOST_ROWS * 16 + from[m][1]));
+        }
+#pragma unroll
+        for (int m = 0; m < LANE_PAIRS; ++m) {
+            y[m].x += first[m].x, y[m].y += first[m].y;
+            if (has_second) y[m].x += second[m].x, y[m].y += second[m].y;
+        }
+    }
+#pragma unroll
+    for (int m = 0; m < LANE_PAIRS; ++m) {
+        if (low_at(m) >= heads.size) y[m].x = 0.f;
+        if (high_at(m) >= heads.size) y[m].y = 0.f;
+    }
     float root = 1.f, squares = 0.f;
     if (is_normed) {
         for (int slice = 0; slice < task.slices; ++slice) squares += __ldcg(work + SQUARES * slice + token);

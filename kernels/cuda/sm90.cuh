@@ -156,6 +156,30 @@ __device__ __forceinline__ void mbarrier_arrive_at(u64* barrier, u32 rank) {
         : "memory");
 }
 
+/* The same shared variable in block `rank` of the cluster, for store_async. */
+__device__ __forceinline__ u32 cluster_address(const void* shared, u32 rank) {
+    u32 there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(shared)), "r"(rank));
+    return there;
+}
+
+/* To another block of the cluster (cluster_address), whose barrier counts the bytes off
+ * (mbarrier_arrive_expect there). Unlike a store and an arrival behind it, this waits for nothing. */
+__device__ __forceinline__ void store_async(u32 to, const float4& v, u32 barrier) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::
+            "r"(to),
+        "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier)
+        : "memory");
+}
+
+__device__ __forceinline__ void store_async(u32 to, const float2& v, u32 barrier) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(to),
+        "f"(v.x), "f"(v.y), "r"(barrier)
+        : "memory");
+}
+
 __device__ __forceinline__ bool mbarrier_try_wait_cluster(u64* barrier, u32 parity) {
     u32 done;
     asm volatile(
@@ -239,6 +263,12 @@ __device__ __forceinline__ u32 cluster_size() {
 
 __device__ __forceinline__ void cluster_arrive() {
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
+/* The same to say no more than "I am here", or that mbarriers are there (mbarrier_fence_init): nothing else
+ * that this thread wrote need be seen, so it does not wait for its loads and stores under way. */
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 
 __device__ __forceinline__ void cluster_wait() {

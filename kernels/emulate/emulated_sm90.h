@@ -102,6 +102,15 @@ inline bool mbarrier_try_wait(u64* barrier, u32 parity, EMULATE_SITE) {
 inline void mbarrier_arrive_at(u64* barrier, u32 rank, EMULATE_SITE) {
     emulate::mbarrier_arrive((uint64_t*)emulate::cluster_map(barrier, rank), 0, site);
 }
+inline u32 cluster_address(const void* shared, u32 rank) { return rank << 24 | shared_address(shared); }
+template <class T>
+void store_async(u32 to, const T& v, u32 barrier, EMULATE_SITE) {
+    if (to >> 24 != barrier >> 24) emulate::fail("store_async: the barrier is another block's");
+    char* own = emulate_self->shared + (to & 0xffffff);
+    emulate::aligned(own, sizeof(T), "store_async");
+    emulate::remote_store(own, &v, sizeof(T), (uint64_t*)(emulate_self->shared + (barrier & 0xffffff)),
+                          to >> 24, site);
+}
 inline bool mbarrier_try_wait_cluster(u64* barrier, u32 parity, EMULATE_SITE) {
     return emulate::mbarrier_test((uint64_t*)barrier, parity, site);
 }
@@ -120,13 +129,13 @@ inline void named_barrier_arrive(int id, int threads, EMULATE_SITE) {
     emulate::block_barrier(id, threads, false, "named_barrier_arrive", site);
 }
 
-inline void stamp(u64) {}
 inline void griddep_wait(EMULATE_SITE) { emulate::griddep_wait(site); }
 inline void griddep_launch() { emulate::griddep_launch(); }
 
 inline u32 cluster_rank() { return emulate::cluster_rank(); }
 inline u32 cluster_size() { return emulate_grid.cluster; }
 inline void cluster_arrive(EMULATE_SITE) { emulate::cluster_arrive(site); }
+inline void cluster_arrive_relaxed(EMULATE_SITE) { emulate::cluster_arrive(site); }
 inline void cluster_wait(EMULATE_SITE) { emulate::cluster_wait(site); }
 template <class T>
 T* map_shared(T* shared, u32 rank) {

@@ -79,6 +79,8 @@ void counter_acquire(const void* counter);
 void async_copy(void* shared, const void* global, unsigned bytes, unsigned valid);
 void async_commit();
 void async_wait(unsigned left);
+void remote_store(void* shared, const void* value, unsigned bytes, uint64_t* barrier, unsigned rank,
+                  Site site);
 void bulk_copy(void* shared, const void* global, unsigned bytes, uint64_t* barrier, Site site);
 
 void mbarrier_init(uint64_t* barrier, unsigned arrivals);

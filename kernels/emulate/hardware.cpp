@@ -91,6 +91,19 @@ void bulk_copy(void* shared, const void* global, unsigned bytes, uint64_t* barri
     progress();
 }
 
+/* A store to block `rank` of the cluster that its mbarrier counts off. */
+void remote_store(void* shared, const void* value, unsigned bytes, uint64_t* barrier, unsigned rank,
+                  Site site) {
+    char* to = (char*)cluster_map(shared, rank);
+    uint64_t* there = (uint64_t*)cluster_map(barrier, rank);
+    Mbarrier state = load(there, site);
+    race_access(to, bytes, true, nullptr);
+    memcpy(to, value, bytes);
+    state.bytes -= bytes;
+    if (launch.finds_races) race_release(phases_of(there).arrived);
+    store(there, state);
+}
+
 static bool poll(uint64_t* barrier, unsigned parity, Site site);
 
 /* A copy lands when somebody asks for its barrier; under shuffling, only at some of the times they ask. */
