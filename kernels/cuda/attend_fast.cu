@@ -10,11 +10,72 @@
  * Truth:  oracle.py attend. */
 #include "attend_pieces.cuh"
 
-__device__ __forceinline__ void meet_cluster() {
+/* A tile row's sums to the block of the cluster that finishes it, 16 bytes at a time: of two neighbouring
+ * lanes, which have two pairs of components of two rows each, the even one takes the first row, the odd one
+ * the other. */
+__device__ __forceinline__ void send(const Set& set, const Row* rows, const float2* stats,
+                                     const float4* exchange, const float (&out)[N][4], u64* sent) {
+    const int lane = thread_again() % 32, warp = thread_again() / 32;
+    const int tile = warp / SPREAD % TILES, half = warp / 4, own = lane % 2;
+    const int first = 16 * tile + lane / 4;
+    float2 joint[2] = {stats[first], stats[first + 8]};
+    const float2 later[2] = {stats[ROWS + first], stats[ROWS + first + 8]};
+    const Meeting meet[2] = {{joint[0].x, later[0].x}, {joint[1].x, later[1].x}};
+#pragma unroll
+    for (int e = 0; e < 2; ++e) joint[e].y = meet[e](joint[e].y, later[e].y);
+
+    const int tile_row = first + 8 * own, row = tile_row / set.place.ratio, rank = blockIdx.x % CLUSTER;
+    const bool is_sent = row < GROUP && (set.only < 0 ? set.members : 1u << set.only) >> row & 1;
+    const int slot = rank * RANK_ROWS + tile_row % RANK_ROWS, to_rank = tile_row / RANK_ROWS;
+    float2* const letter = (float2*)(shared + LETTERS_AT) + slot;
+    float* const box = (float*)(shared + INBOX_AT) + slot * HEAD + warp % SPREAD * COLUMNS +
+                       half * (COLUMNS / 2) + lane % 4 / 2 * 4;
+    u32 there = 0, letter_there = 0, box_there = 0;
     if (CLUSTER > 1)
-        cluster_sync();
-    else
-        __syncthreads();
+        there = cluster_address(sent, to_rank), letter_there = cluster_address(letter, to_rank),
+        box_there = cluster_address(box, to_rank);
+    if (warp % SPREAD == 0 && half == 0 && lane % 4 < 2 && is_sent) {
+        const float2 v = own ? joint[1] : joint[0];
+        if (CLUSTER > 1)
+            store_async(letter_there, v, there);
+        else
+            *letter = v;
+    }
+#pragma unroll
+    for (int n = 0; n < N / 2; ++n) {
+        const float4 other = exchange[((warp ^ 4) * (N / 2) + n) * 32 + lane];
+        const float2 theirs[2] = {{other.x, other.y}, {other.z, other.w}};
+        float2 mine[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            const float x = out[n][2 * e], y = out[n][2 * e + 1];
+            mine[e] = half ? make_float2(meet[e](theirs[e].x, x), meet[e](theirs[e].y, y))
+                           : make_float2(meet[e](x, theirs[e].x), meet[e](y, theirs[e].y));
+        }
+        const float2 keep = own ? mine[1] : mine[0], give = own ? mine[0] : mine[1];
+        const float x = __shfl_xor_sync(FULL_WARP, give.x, 1), y = __shfl_xor_sync(FULL_WARP, give.y, 1);
+        const float4 v = own ? make_float4(x, y, keep.x, keep.y) : make_float4(keep.x, keep.y, x, y);
+        if (!is_sent) continue;
+        if (CLUSTER > 1)
+            store_async(box_there + 32 * n, v, there);
+        else
+            *(float4*)(box + 8 * n) = v;
+    }
+}
+
+/* Until everything has come that the blocks of the cluster send here. */
+__device__ __forceinline__ void await(const Set& set, u64* sent, int& phase) {
+    const int rank = blockIdx.x % CLUSTER, ratio = set.place.ratio;
+    int count = 0;  // tile rows
+    for (int i = 0; i < RANK_ROWS; ++i) {
+        int row = (rank * RANK_ROWS + i) / ratio;
+        count += row < GROUP && set.members >> row & 1;
+    }
+    const int senders = set.place.own < set.clusters ? set.last_source - set.first_source + 1 : 0;
+    if (count == 0 || senders <= 0) return;
+    if (thread_again() == 0) mbarrier_arrive_expect(sent, count * senders * (HEAD * 4 + 8));
+    mbarrier_wait_cluster(sent, phase);
+    phase ^= 1;
 }
 
 /* o is A[T,H,HEAD]; group * (H/G) <= 16 * TILES, group <= GROUP. splits: units a row is cut into at most, a
@@ -23,14 +84,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     attend_fast(const bf16* q, const bf16* cache_k, const bf16* cache_v, const int* slot, const int* pos,
                 const int* begin, const int* end, int window, int causal, float scale, float* work, bf16* o,
                 int T, int H, int G, int S, int group, int splits, int clusters) {
-    float2* const letters = (float2*)(shared + LETTERS_AT);  // m and l beside the inbox's o
+    const float2* const letters = (const float2*)(shared + LETTERS_AT);  // m and l beside the inbox's o
     Row* const rows = (Row*)(shared + ROWS_AT);
     Set& set = *(Set*)(shared + SET_AT);
+    u64* const sent = (u64*)(shared + SENT_AT);
+    static_assert(sizeof(Set) <= SENT_AT - SET_AT);
     const int rank = blockIdx.x % CLUSTER, g = blockIdx.x / CLUSTER % G;
     const int groups =
         (T + group - 1) / group;  // in the grid, clusters come last: those with keys start first
     const int from = blockIdx.x / CLUSTER / G % groups * group, own = blockIdx.x / CLUSTER / G / groups;
 
+    if (CLUSTER > 1 && threadIdx.x == 0) mbarrier_init(sent, 1), mbarrier_fence_init();
     if (CLUSTER > 1) cluster_arrive_relaxed();  // waited for before anything is sent: who gets it is there
     griddep_wait();
     if (warp_index() == 0) {
@@ -41,25 +105,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         load_q(q, shared, from, T, H, H / G, g, 32);
     }
     __syncthreads();
-    if (set.place.own == 0) {  // rows that see nothing
-        for (int i = thread_again(); i < RANK_ROWS * HEAD / 4; i += THREADS) {
-            int tile_row = (int)(blockIdx.x % CLUSTER) * RANK_ROWS + i / (HEAD / 4),
-                at = tile_row / set.place.ratio, t = set.place.from + at;
-            if (at < group && t < T && rows[at].first >= rows[at].last)
-                *(uint2*)(o +
-                          ((size_t)t * H + set.place.g * set.place.ratio + tile_row % set.place.ratio) *
-                              HEAD +
-                          i % (HEAD / 4) * 4) = uint2{0, 0};
-        }
-    }
-
     auto load = [&](const bf16* cache, int to, int leaf) {  // addresses are made here, not kept
         cache += ((size_t)set.slot * G + set.place.g) * S * HEAD;
         load_leaf(cache, shared + to, leaf, set.only < 0 ? set.low : rows[set.only].first,
                   set.only < 0 ? set.high : rows[set.only].last);
     };
 
-    if (CLUSTER > 1) cluster_wait();
+    int phase = -1;  // of what is sent; -1: nobody knows yet whether the others are there
+    auto meet_others = [&] {
+        if (CLUSTER > 1 && phase < 0) cluster_wait();
+        phase = max(phase, 0);
+    };
     while (set.members) {
         // Once for all rows with only = -1. Where a key that one row of a set does not see makes an infinity
         // or NaN for another, zero times it would spoil the first: then again, row by row.
@@ -69,6 +125,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             load(cache_v, V_AT, set.leaf_first);
             cp_async_commit();
             griddep_launch();
+            meet_others();
 
             float out[N][4] = {}, m[2] = {NO_KEY, NO_KEY}, l[2] = {};
             for (int leaf = set.leaf_first; leaf < set.leaf_end; ++leaf) {
@@ -130,28 +187,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                 exchange[(warp * (N / 2) + n) * 32 + lane] = make_float4(give[0], give[1], give[2], give[3]);
             }
             __syncthreads();
-#pragma unroll
-            for (int e = 0; e < 2 && !(set.only < 0 && set.is_suspect); ++e) {
-                const int tile_row = 16 * tile + 8 * e + lane / 4, row = tile_row / set.place.ratio;
-                float2 joint = stats[tile_row], second = stats[ROWS + tile_row];
-                Meeting meet(joint.x, second.x);
-                joint.y = meet(joint.y, second.y);
-                if (row >= GROUP || !((set.only < 0 ? set.members : 1u << set.only) >> row & 1)) continue;
-                float2* letter = letters + (int)(blockIdx.x % CLUSTER) * RANK_ROWS + tile_row % RANK_ROWS;
-                float* box = (float*)(shared + INBOX_AT) +
-                             ((int)(blockIdx.x % CLUSTER) * RANK_ROWS + tile_row % RANK_ROWS) * HEAD;
-                if (CLUSTER > 1) letter = map_shared(letter, tile_row / RANK_ROWS);
-                if (CLUSTER > 1) box = map_shared(box, tile_row / RANK_ROWS);
-                if (warp % SPREAD == 0 && half == 0 && lane % 4 == 0) *letter = joint;
-                box += warp % SPREAD * COLUMNS + half * (COLUMNS / 2) + 2 * (lane % 4);
-#pragma unroll
-                for (int n = 0; n < N / 2; ++n) {
-                    float2 other = *((const float2*)&exchange[((warp ^ 4) * (N / 2) + n) * 32 + lane] + e);
-                    float x = out[n][2 * e], y = out[n][2 * e + 1];
-                    *(float2*)(box + 8 * n) = half ? make_float2(meet(other.x, x), meet(other.y, y))
-                                                   : make_float2(meet(x, other.x), meet(y, other.y));
-                }
-            }
+            if (!(set.only < 0 && set.is_suspect)) send(set, rows, stats, exchange, out, sent);
             if (!set.is_suspect) break;
             __syncthreads();  // the exchange has been read: the ring may be filled
             if (thread_again() == 0) {
@@ -161,7 +197,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             __syncthreads();
             if (set.only == 32) break;
         }
-        meet_cluster();
+        meet_others();
+        if (CLUSTER == 1)
+            __syncthreads();
+        else
+            await(set, sent, phase);
 
         for (int i = thread_again(); set.place.own < set.clusters && i < RANK_ROWS * HEAD / 4; i += THREADS) {
             int tile_row = (int)(blockIdx.x % CLUSTER) * RANK_ROWS + i / (HEAD / 4),
@@ -187,11 +227,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             }
         }
         if (!set.left) break;
-        meet_cluster();  // the letters have been read
+        if (CLUSTER > 1)  // the letters have been read
+            cluster_sync();
+        else
+            __syncthreads();
         if (thread_again() / 32 == 0) {
             set.next(rows, (int)(blockIdx.x % CLUSTER));
         }
         __syncthreads();
+    }
+    meet_others();
+    if (set.place.own == 0) {  // rows that see nothing
+        for (int i = thread_again(); i < RANK_ROWS * HEAD / 4; i += THREADS) {
+            int tile_row = (int)(blockIdx.x % CLUSTER) * RANK_ROWS + i / (HEAD / 4),
+                at = tile_row / set.place.ratio, t = set.place.from + at;
+            if (at < group && t < T && rows[at].first >= rows[at].last)
+                *(uint2*)(o +
+                          ((size_t)t * H + set.place.g * set.place.ratio + tile_row % set.place.ratio) *
+                              HEAD +
+                          i % (HEAD / 4) * 4) = uint2{0, 0};
+        }
     }
     if (set.place.own >= set.most) return;
 

@@ -36,9 +36,9 @@ constexpr int PART = 8 * COLUMN_TILES, PARTS = HALF / PART;  // keys of a warp's
 constexpr int Q_BYTES = ROWS * HEAD * 2, LEAF_BYTES = LEAF * HEAD * 2;
 constexpr int K_AT = Q_BYTES, V_AT = K_AT + LEAF_BYTES, INBOX_AT = V_AT + LEAF_BYTES;  // of shared memory
 constexpr int LETTERS_AT = INBOX_AT + ROWS * HEAD * 4, ROWS_AT = LETTERS_AT + ROWS * 8,
-              SET_AT = ROWS_AT + GROUP * 24;
-constexpr int COUNTERS = 4096;    // u32 at the front of work
-constexpr int WHOLE = 1 << 20;    // leaves of a unit that is never cut
+              SET_AT = ROWS_AT + GROUP * 24, SENT_AT = SET_AT + 88;  // SENT_AT: the mbarrier of what is sent
+constexpr int COUNTERS = 4096;                                       // u32 at the front of work
+constexpr int WHOLE = 1 << 20;                                       // leaves of a unit that is never cut
 constexpr float NO_KEY = -3e38f;  // the largest score of no key at all; finite: differences are
 constexpr float LOG2_E = 1.4426950408889634f;
 
