@@ -173,6 +173,7 @@ __device__ __forceinline__ Best block_best(Best best) {
  * The counter starts at zero and is left at zero, ready for the next launch. */
 __device__ __forceinline__ bool last_to_arrive(u32* counter, u32 total) {
     __shared__ bool is_last;
+    __syncwarp();     // racecheck counts warps at a barrier: whole ones
     __syncthreads();  // the whole block's writes come before thread 0's release
     if (threadIdx.x == 0) {
         is_last = atomic_add_acq_rel(counter, 1) == total - 1;

@@ -195,6 +195,7 @@ __device__ __forceinline__ void finish_heads(const Task& task, const Heads& head
         finish_head(task, heads, head, token, work, counters + head, is_normed, eps, cos + at, sin + at,
                     pairs, how);
     }
+    __syncwarp();  // lanes may have parted in the waits
     __syncthreads();
     // Nobody waits any more once all blocks have come here, and all arrivals were before that.
     if (threadIdx.x == 0) is_last = atomicAdd(counters + MOST_HEADS, 1u) == gridDim.x - 1;
