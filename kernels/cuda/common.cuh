@@ -172,15 +172,15 @@ __device__ __forceinline__ Best block_best(Best best) {
 /* True in every thread of the block that arrives last of `total`; that block sees what all wrote before.
  * The counter starts at zero and is left at zero, ready for the next launch. */
 __device__ __forceinline__ bool last_to_arrive(u32* counter, u32 total) {
-    __shared__ bool is_last;
-    __syncwarp();     // racecheck counts warps at a barrier: whole ones
+    bool is_last = false;
     __syncthreads();  // the whole block's writes come before thread 0's release
     if (threadIdx.x == 0) {
         is_last = atomic_add_acq_rel(counter, 1) == total - 1;
         if (is_last) store_release(counter, 0);
     }
-    __syncthreads();
-    return is_last;
+    // Said by the barrier itself: a shared variable is something that racecheck does not follow behind
+    // mbarriers.
+    return __syncthreads_or(is_last);
 }
 
 /* All blocks of a cooperative launch meet. The counter starts at zero once and is never reset: each meeting

@@ -46,7 +46,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     if (threadIdx.x == 0)
         while (load_acquire(counters + tiles) != gridDim.x) {
         }
-    __syncwarp();
     __syncthreads();
     for (int row = blockIdx.x; row < rows; row += normers) {
         const float* from = y + (size_t)row * outputs;

@@ -162,5 +162,4 @@ __device__ __forceinline__ void skinny(const Task& task, const Matrix& weights, 
         mbarrier_arrive(&barriers.late);
         gather(IS_NORMED, task, sums, inbox, unit_squares, squares, barriers, sink);
     }
-    __syncwarp();  // lanes may have parted in the waits, and racecheck wants whole warps at the next barrier
 }

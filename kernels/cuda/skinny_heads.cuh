@@ -185,7 +185,6 @@ template <class Rule>
 __device__ __forceinline__ void finish_heads(const Task& task, const Heads& heads, float* work, u32* counters,
                                              bool is_normed, float eps, const float* cos, const float* sin,
                                              int pairs, const int* pos, const Rule& rule) {
-    __shared__ bool is_last;
     int items = heads.count * task.rows, step = gridDim.x * (THREADS / 32);
     for (int item = blockIdx.x + warp_index() * gridDim.x; item < items; item += step) {
         int head = item / task.rows, token = item % task.rows;
@@ -195,12 +194,10 @@ __device__ __forceinline__ void finish_heads(const Task& task, const Heads& head
         finish_head(task, heads, head, token, work, counters + head, is_normed, eps, cos + at, sin + at,
                     pairs, how);
     }
-    __syncwarp();  // lanes may have parted in the waits
     __syncthreads();
     // Nobody waits any more once all blocks have come here, and all arrivals were before that.
-    if (threadIdx.x == 0) is_last = atomicAdd(counters + MOST_HEADS, 1u) == gridDim.x - 1;
-    __syncthreads();
-    if (!is_last) return;
+    bool is_last = threadIdx.x == 0 && atomicAdd(counters + MOST_HEADS, 1u) == gridDim.x - 1;
+    if (!__syncthreads_or(is_last)) return;
     for (int i = threadIdx.x; i < heads.count; i += THREADS) counters[i] = 0;
     if (threadIdx.x == 0) counters[MOST_HEADS] = 0;
 }

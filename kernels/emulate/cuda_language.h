@@ -50,6 +50,9 @@ struct alignas(16) ulonglong2 {
 // ---- barriers and fences ----
 
 inline void __syncthreads(EMULATE_SITE) { emulate::block_barrier(0, 0, true, "__syncthreads", site); }
+inline int __syncthreads_or(int predicate, EMULATE_SITE) {
+    return emulate::block_any(predicate, "__syncthreads_or", site);
+}
 
 inline void __syncwarp(unsigned mask = 0xffffffffu, EMULATE_SITE) {
     emulate::warp_meet(mask, "__syncwarp", nullptr, [](void* const*, unsigned) {}, site);

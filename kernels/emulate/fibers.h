@@ -63,6 +63,9 @@ void warp_meet(unsigned mask, const char* what, void* operand, Complete complete
 /* Barrier `id` of the block. count: threads that take part, 0 = all. is_waiting false: arrive and go on. */
 void block_barrier(int id, unsigned count, bool is_waiting, const char* what, Site site);
 
+/* Barrier 0 of all threads; whether any of them came with a predicate that is not zero. */
+int block_any(int predicate, const char* what, Site site);
+
 /* In a loop that polls memory: let the others run. */
 void spin(const char* what, Site site);
 

@@ -131,6 +131,16 @@ void block_barrier(int id, unsigned count, bool is_waiting, const char* what, Si
         fiber->warp->ready &= ~bit;  // it was the last
 }
 
+int block_any(int predicate, const char* what, Site site) {
+    int (&votes)[3] = self()->block->votes;
+    unsigned turn = self()->votes++;
+    if (predicate) votes[turn % 3] = 1;
+    block_barrier(0, 0, true, what, site);
+    votes[(turn + 2) % 3] =
+        0;  // all have read the one before this, nobody comes to it again before the next barrier
+    return votes[turn % 3];
+}
+
 // ---- blocks ----
 
 static Block* new_block(Cluster* cluster, unsigned rank, uint3 index) {

@@ -38,7 +38,8 @@ struct Fiber : Thread {
     unsigned cluster_phase;
     unsigned open_group;  // cp.async group that the next commit closes
     std::vector<Copy> copies;
-    unsigned number;  // in its cluster
+    unsigned number;     // in its cluster
+    unsigned votes = 0;  // that it took part in
     Clock clock;
 };
 
@@ -98,6 +99,8 @@ struct Block {
     std::vector<Fiber> fibers;
     std::vector<Warp> warps;
     Barrier barriers[16];
+    int votes[3] =
+        {};  // __syncthreads_or: the one under way, the last one, which may be read yet, the next one
     std::vector<Copy> bulk;
     std::vector<std::vector<Wgmma>> asked;  // of each warpgroup, as its first warp asked
     std::vector<History> history;           // of each byte of shared memory

@@ -21,6 +21,8 @@ TILES = {
     "mma": ((64, 4, 4), (64, 8, 4), (128, 8, 3), (256, 8, 4)),
     "wgmma": ((64, 4, 4), (64, 8, 4), (128, 8, 4), (256, 8, 4)),
 }
+# Blocks of a tile that a multiprocessor holds, and what they take at K = 4096: us on an H100, of 16 to 2,048 rows.
+WAVES = {(64, 4, 4): (3, 36), (64, 8, 4): (2, 38), (128, 8, 4): (1, 37), (256, 8, 4): (1, 47)}
 FRAME = "wgmma"  # where a card has both
 HAS_WGMMA = "sm_90a", "emulated"  # arches
 
@@ -51,17 +53,18 @@ def frame_of(backend):
 
 
 def choose(sms, rows, outputs, frame=FRAME):
-    """The entry of TILES: the largest that still gives each multiprocessor work, or the fullest last wave."""
+    """The entry of TILES that ends first: waves of its blocks times what one takes."""
 
-    def waves(tile):
+    def cost(tile):
         tokens, tiles, _ = tile
         blocks = -(-rows // tokens) * -(-outputs // (TILE * tiles))
-        area = tokens * tiles
-        return (
-            -(-blocks // sms) * area * (1.0 + 24 / (tokens + TILE * tiles))
-        )  # small tiles read more for their sums
+        if frame == "wgmma":
+            resident, wave = WAVES[tile]
+            return -(-blocks // (resident * sms)) * wave
+        # small tiles read more for their sums
+        return -(-blocks // sms) * tokens * tiles * (1.0 + 24 / (tokens + TILE * tiles))
 
-    return min(reversed(TILES[frame]), key=waves)
+    return min(reversed(TILES[frame]), key=cost)
 
 
 def launch(backend, file, kernel, rows, outputs, args, groups=None, tile=None):

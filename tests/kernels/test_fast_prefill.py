@@ -153,6 +153,21 @@ def test_the_tile_grows_with_the_work(frame):
         assert prefill.choose(132, rows, 4096, frame) in prefill.TILES[frame]
 
 
+# (rows, outputs): us of each wgmma tile on an H100, K = 4096 for 6,144 outputs, else 12,288
+MEASURED = {
+    (16, 6144): (27, 34, 35, 43), (64, 6144): (30, 34, 36, 43), (128, 6144): (31, 35, 38, 44),
+    (256, 6144): (35, 40, 39, 47), (512, 6144): (76, 75, 73, 48), (1024, 6144): (162, 120, 112, 98),
+    (16, 4096): (65, 92, 94, 115), (128, 4096): (70, 94, 97, 118), (256, 4096): (75, 93, 99, 119),
+    (512, 4096): (172, 107, 100, 119), (1024, 4096): (337, 235, 194, 130),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MEASURED, ids=str)
+def test_the_rule_takes_the_tile_that_was_fastest(case):
+    tiles = prefill.TILES["wgmma"]
+    assert prefill.choose(132, *case, "wgmma") == min(zip(MEASURED[case], tiles, strict=True))[1]
+
+
 def test_ops_of_a_prompt_share_everything_but_rows():
     emulate, numba = open_or_skip("emulate", "bf16"), open_or_skip("numba", "f32")
     assert numba.for_prefill is numba
