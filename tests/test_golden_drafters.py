@@ -119,7 +119,9 @@ def test_traces(ops, case, monkeypatch):
     """Ids and rounds exactly; drafts, and the target's answers behind equal drafts, wherever the margin is clear."""
     pair, b = case
     engine, g = load(pair, ops), numbers(pair)
-    monkeypatch.setattr(engine.ops, "rounds_ahead", 0)  # the next round would write over the answers read here
+    monkeypatch.setattr(
+        engine.ops, "rounds_ahead", 0
+    )  # the next round would write over the answers read here
     for p in range(3):
         g_of = {
             name: g[f"b{b}.p{p}.{name}"]
