@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import record
 
 import minidflash as md
+from minidflash.loop import machine_of
 from minidflash.measure import read_prompts
 from minidflash.request import OPTIONS, prompt_ids
 from tests.chance import LAWS
@@ -54,6 +55,7 @@ def main():
     parser.add_argument("--name", default="lossless-cpu")
     args = parser.parse_args()
     settings = {key: value for key, value in vars(args).items() if key != "seconds"}
+    settings["ran_on"] = machine_of(md.ops(args.backend, args.activations))
     done, end = earlier(args.name, settings), time.perf_counter() + args.seconds
     for pair in args.pairs:
         engines = {chunk: open_pair(pair, args, chunk) for chunk in args.chunks}
