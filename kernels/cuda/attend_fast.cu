@@ -2,7 +2,7 @@
  * Grid:   a cluster of CLUSTER blocks for CLUSTER neighbouring units of keys, a kv head and a group of rows;
  *         those past the keys end at once, so one grid serves every context. 8 warps: 16 tile rows x 64 keys
  *         of each leaf, a row's query heads side by side; few rows share a tile among warps by components.
- *         Blocks send each other their rows through distributed shared memory, so a cluster leaves one
+ *         Blocks send each other their rows (st.async to distributed shared memory), so a cluster leaves one
  *         partial result; where a row has more, the last to arrive of the same rank merges them.
  * Moves:  K and V of the keys that a set sees, once: keys * G * HEAD * 4 bytes; a partial of 64 rows a
  *         cluster through L2.
@@ -13,8 +13,8 @@
 /* A tile row's sums to the block of the cluster that finishes it, 16 bytes at a time: of two neighbouring
  * lanes, which have two pairs of components of two rows each, the even one takes the first row, the odd one
  * the other. */
-__device__ __forceinline__ void send(const Set& set, const Row* rows, const float2* stats,
-                                     const float4* exchange, const float (&out)[N][4], u64* sent) {
+__device__ __forceinline__ void send(const Set& set, const float2* stats, const float4* exchange,
+                                     const float (&out)[N][4], u64* sent) {
     const int lane = thread_again() % 32, warp = thread_again() / 32;
     const int tile = warp / SPREAD % TILES, half = warp / 4, own = lane % 2;
     const int first = 16 * tile + lane / 4;
@@ -187,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                 exchange[(warp * (N / 2) + n) * 32 + lane] = make_float4(give[0], give[1], give[2], give[3]);
             }
             __syncthreads();
-            if (!(set.only < 0 && set.is_suspect)) send(set, rows, stats, exchange, out, sent);
+            if (!(set.only < 0 && set.is_suspect)) send(set, stats, exchange, out, sent);
             if (!set.is_suspect) break;
             __syncthreads();  // the exchange has been read: the ring may be filled
             if (thread_again() == 0) {
