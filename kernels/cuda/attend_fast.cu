@@ -63,8 +63,8 @@ __device__ __forceinline__ void send(const Set& set, const float2* stats, const 
     }
 }
 
-/* Until everything has come that the blocks of the cluster send here. */
-__device__ __forceinline__ void await(const Set& set, u64* sent, int& phase) {
+/* Bytes of a set that the blocks of the cluster send here. */
+__device__ __forceinline__ int coming(const Set& set) {
     const int rank = blockIdx.x % CLUSTER, ratio = set.place.ratio;
     int count = 0;  // tile rows
     for (int i = 0; i < RANK_ROWS; ++i) {
@@ -72,10 +72,14 @@ __device__ __forceinline__ void await(const Set& set, u64* sent, int& phase) {
         count += row < GROUP && set.members >> row & 1;
     }
     const int senders = set.place.own < set.clusters ? set.last_source - set.first_source + 1 : 0;
-    if (count == 0 || senders <= 0) return;
-    if (thread_again() == 0) mbarrier_arrive_expect(sent, count * senders * (HEAD * 4 + 8));
-    mbarrier_wait_cluster(sent, phase);
-    phase ^= 1;
+    return count * max(senders, 0) * (HEAD * 4 + 8);
+}
+
+__device__ __forceinline__ void await(const Set& set, u64* sent) {
+    const int bytes = coming(set);
+    if (!bytes) return;
+    if (thread_again() == 0) mbarrier_arrive_expect(sent, bytes);
+    mbarrier_wait_cluster(sent, set.phase);
 }
 
 /* o is A[T,H,HEAD]; group * (H/G) <= 16 * TILES, group <= GROUP. splits: units a row is cut into at most, a
@@ -111,11 +115,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                   set.only < 0 ? set.high : rows[set.only].last);
     };
 
-    int phase = -1;  // of what is sent; -1: nobody knows yet whether the others are there
-    auto meet_others = [&] {
-        if (CLUSTER > 1 && phase < 0) cluster_wait();
-        phase = max(phase, 0);
-    };
+    if (CLUSTER > 1) cluster_wait();
     while (set.members) {
         // Once for all rows with only = -1. Where a key that one row of a set does not see makes an infinity
         // or NaN for another, zero times it would spoil the first: then again, row by row.
@@ -125,7 +125,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             load(cache_v, V_AT, set.leaf_first);
             cp_async_commit();
             griddep_launch();
-            meet_others();
 
             float out[N][4] = {}, m[2] = {NO_KEY, NO_KEY}, l[2] = {};
             for (int leaf = set.leaf_first; leaf < set.leaf_end; ++leaf) {
@@ -197,11 +196,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             __syncthreads();
             if (set.only == 32) break;
         }
-        meet_others();
         if (CLUSTER == 1)
             __syncthreads();
         else
-            await(set, sent, phase);
+            await(set, sent);
 
         for (int i = thread_again(); set.place.own < set.clusters && i < RANK_ROWS * HEAD / 4; i += THREADS) {
             int tile_row = (int)(blockIdx.x % CLUSTER) * RANK_ROWS + i / (HEAD / 4),
@@ -232,11 +230,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         else
             __syncthreads();
         if (thread_again() / 32 == 0) {
+            if (CLUSTER > 1 && thread_again() == 0 && coming(set)) set.phase ^= 1;
             set.next(rows, (int)(blockIdx.x % CLUSTER));
         }
         __syncthreads();
     }
-    meet_others();
     if (set.place.own == 0) {  // rows that see nothing
         for (int i = thread_again(); i < RANK_ROWS * HEAD / 4; i += THREADS) {
             int tile_row = (int)(blockIdx.x % CLUSTER) * RANK_ROWS + i / (HEAD / 4),

@@ -73,6 +73,7 @@ struct Set {
     int shared_low, shared_high;    // keys that all of them see
     int leaf_first, leaf_end;       // of this block
     int first_source, last_source;  // blocks of this cluster that have keys
+    int phase;                      // of the mbarrier that counts what they send
 
     /* One warp, a lane a row; all loads of a row are under way together. */
     __device__ __forceinline__ void start(Row* to, const Rows& rows, const Place& where) {
@@ -91,13 +92,13 @@ struct Set {
         }
         if (lane < GROUP) to[lane] = row;
         u32 seeing = __ballot_sync(FULL_WARP, row.first < row.last);
-        if (lane == 0) left = seeing, members = 0, clusters = 0, most = 0, place = where;
+        if (lane == 0) left = seeing, members = 0, clusters = 0, most = 0, phase = 0, place = where;
         __syncwarp();
     }
 
     /* One warp. rank: of the block in its cluster. */
     __device__ __forceinline__ void next(Row* rows, int rank) {
-        const int lane = lane_index(), leader = __ffs(left) - 1;
+        const int lane = thread_again() % 32, leader = __ffs(left) - 1;
         Row row = rows[lane % GROUP], first = rows[leader];
         bool is_mine =
             (left >> lane & 1) && row.slot == first.slot && row.unit == first.unit && row.base == first.base;
