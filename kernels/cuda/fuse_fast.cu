@@ -14,7 +14,6 @@ struct KeepRows {
 
     __device__ __forceinline__ void prepare(int) const {}
     __device__ __forceinline__ void end() const {}
-    __device__ __forceinline__ void use_squares(float) const {}
 
     __device__ __forceinline__ void operator()(int tile, float2 (&v)[UNITS]) const {
         if (!merge(task, work, counters, tile, v)) return;

@@ -12,14 +12,8 @@ constexpr int LAY_THREADS = 128, IN_FLIGHT = 2;  // units of a thread whose load
 
 /* 8 k of a row, times the norm's weights. */
 __device__ __forceinline__ uint4 normed(uint4 x, const float4 (&norm)[2], float& sum) {
-    auto word = [&sum](u32 pair, float a, float b) {
-        const float low = low_f32(pair), high = high_f32(pair);
-        sum += low * low;
-        sum += high * high;
-        return pack_bf16(low * a, high * b);
-    };
-    return make_uint4(word(x.x, norm[0].x, norm[0].y), word(x.y, norm[0].z, norm[0].w),
-                      word(x.z, norm[1].x, norm[1].y), word(x.w, norm[1].z, norm[1].w));
+    return make_uint4(scale_pair(x.x, norm[0].x, norm[0].y, sum), scale_pair(x.y, norm[0].z, norm[0].w, sum),
+                      scale_pair(x.z, norm[1].x, norm[1].y, sum), scale_pair(x.w, norm[1].z, norm[1].w, sum));
 }
 
 /* Four lanes hold a matrix of 4 x 4 words by rows; by columns afterwards. */

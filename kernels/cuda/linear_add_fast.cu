@@ -16,7 +16,6 @@ struct AddResidual {
     float2 old[UNITS];  // nobody else writes this tile's rows of x: they are read while its sums are made
 
     __device__ __forceinline__ void end() const {}
-    __device__ __forceinline__ void use_squares(float) const {}
 
     __device__ __forceinline__ void prepare(int tile) {
         int n = 16 * tile + row_of();

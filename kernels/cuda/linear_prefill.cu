@@ -50,12 +50,8 @@ extern "C" __global__ void __launch_bounds__(256)
     const u32* from = (const u32*)(x + (size_t)blockIdx.x * cols);
     u32* to = (u32*)(y + (size_t)blockIdx.x * cols);
     float sum = 0.f;
-    for (int i = threadIdx.x; i < cols / 2; i += 256) {
-        float low = low_f32(from[i]), high = high_f32(from[i]);
-        sum += low * low;
-        sum += high * high;
-        to[i] = pack_bf16(low * norm[2 * i], high * norm[2 * i + 1]);
-    }
+    for (int i = threadIdx.x; i < cols / 2; i += 256)
+        to[i] = scale_pair(from[i], norm[2 * i], norm[2 * i + 1], sum);
     sum = block_sum(sum);
     if (threadIdx.x == 0) scale[blockIdx.x] = rsqrtf(sum / cols + eps);
 }

@@ -1,5 +1,5 @@
 /* The frames of the *_prefill kernels: tokens times packed weights transposed, for many token rows. Either
- * one gives Product (what a block computes), prefill(product, sink), OUTPUTS and THREADS. WGMMA: tokens come
+ * one gives Product (what a block computes), prefill(product, sink) and THREADS. WGMMA: tokens come
  * as lay_prefill.cu lays them, and only sm_90a has the instruction.
  * A sink gets a token's sums by one warp, a lane PER neighbours of the OUTPUTS: sink.read(token) gives what
  * they meet in memory, and sink.write(token, that, sums) ends it. Both have a WHOLE variant, without looks at
@@ -7,10 +7,26 @@
 #pragma once
 #include "neighbours.cuh"
 
+#ifndef TOKENS
+#define TOKENS 256
+#endif
+#ifndef WEIGHT_TILES
+#define WEIGHT_TILES 8
+#endif
+#ifndef STAGES
+#define STAGES 4
+#endif
+
+constexpr int OUTPUTS = 16 * WEIGHT_TILES;
+constexpr int STAGE_K = 64;
+constexpr int PER = OUTPUTS / 32;  // of a token's sums, a lane's
+constexpr int PITCH =
+    OUTPUTS + 4;  // floats between tokens of the finished tile: no bank conflicts in its reads
+
 /* A warp's tokens of the finished tile, BATCH at a time: what they meet is under way together. */
 template <bool WHOLE, int BATCH, class Sink>
-__device__ __forceinline__ void write_rows(const Sink& sink, const float* tile, int pitch, int first_token,
-                                           int count, int warps) {
+__device__ __forceinline__ void write_rows(const Sink& sink, const float* tile, int first_token, int count,
+                                           int warps) {
     for (int first = warp_index(); first < count; first += warps * BATCH) {
         decltype(sink.template read<WHOLE>(0)) met[BATCH];
 #pragma unroll
@@ -19,17 +35,17 @@ __device__ __forceinline__ void write_rows(const Sink& sink, const float* tile, 
 #pragma unroll
         for (int i = 0; i < BATCH; ++i)
             if (int token = first + i * warps; token < count)
-                sink.template write<WHOLE>(first_token + token, met[i], tile + token * pitch);
+                sink.template write<WHOLE>(first_token + token, met[i], tile + token * PITCH);
     }
 }
 
 template <class Sink>
-__device__ __forceinline__ void write_tile(const Sink& sink, const float* tile, int pitch, int first_token,
-                                           int count, int warps) {
+__device__ __forceinline__ void write_tile(const Sink& sink, const float* tile, int first_token, int count,
+                                           int warps) {
     if (sink.is_whole())
-        write_rows<true, 8>(sink, tile, pitch, first_token, count, warps);
+        write_rows<true, 8>(sink, tile, first_token, count, warps);
     else
-        write_rows<false, 1>(sink, tile, pitch, first_token, count, warps);
+        write_rows<false, 1>(sink, tile, first_token, count, warps);
 }
 
 #ifdef WGMMA
@@ -37,5 +53,3 @@ __device__ __forceinline__ void write_tile(const Sink& sink, const float* tile, 
 #else
 #include "prefill_mma.cuh"
 #endif
-
-constexpr int PER = OUTPUTS / 32;  // of a token's sums, a lane's

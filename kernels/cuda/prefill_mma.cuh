@@ -12,23 +12,9 @@
 #pragma once
 #include "sm90.cuh"
 
-#ifndef TOKENS
-#define TOKENS 256
-#endif
-#ifndef WEIGHT_TILES
-#define WEIGHT_TILES 8
-#endif
-#ifndef STAGES
-#define STAGES 4
-#endif
-
-constexpr int OUTPUTS = 16 * WEIGHT_TILES;
 constexpr int WARPS_DOWN = OUTPUTS / 64, WARPS_ACROSS = TOKENS / 64;
 constexpr int THREADS = 32 * WARPS_DOWN * WARPS_ACROSS;
-constexpr int STAGE_K = 64;
 constexpr int WEIGHT_BYTES = OUTPUTS * STAGE_K * 2, TOKEN_BYTES = TOKENS * STAGE_K * 2;
-constexpr int PITCH =
-    OUTPUTS + 4;  // floats between tokens of the finished tile: no bank conflicts in its reads
 
 /* What one block computes. */
 struct Product {
@@ -150,5 +136,5 @@ __device__ __forceinline__ void prefill(const Product& p, const Sink& sink) {
                 tile[token * PITCH + down * 64 + 16 * i + lane / 4 + e / 2 * 8] = acc[i][n][e];
             }
     __syncthreads();
-    write_tile(sink, tile, PITCH, p.first_token, min(TOKENS, p.rows - p.first_token), THREADS / 32);
+    write_tile(sink, tile, p.first_token, min(TOKENS, p.rows - p.first_token), THREADS / 32);
 }

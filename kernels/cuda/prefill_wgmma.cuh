@@ -10,22 +10,10 @@
 #pragma once
 #include "wgmma.cuh"
 
-#ifndef TOKENS
-#define TOKENS 256
-#endif
-#ifndef WEIGHT_TILES
-#define WEIGHT_TILES 8
-#endif
-#ifndef STAGES
-#define STAGES 4
-#endif
-
-constexpr int OUTPUTS = 16 * WEIGHT_TILES;
 constexpr int CONSUMERS = 2 * OUTPUTS, THREADS = CONSUMERS + 128;  // the first so many compute
-constexpr int STAGE_K = 64, COLUMN_BYTES = 2 * STAGE_K;
+constexpr int COLUMN_BYTES = 2 * STAGE_K;
 constexpr int TILE_BYTES = 16 * COLUMN_BYTES;  // of a row tile of weights
 constexpr int TOKEN_BYTES = TOKENS * COLUMN_BYTES, STAGE = TOKEN_BYTES + WEIGHT_TILES * TILE_BYTES;
-constexpr int PITCH = OUTPUTS + 4;  // floats between tokens of the finished tile: no bank conflicts
 constexpr int FINISHED = 4 * TOKENS * PITCH;
 constexpr int RING = STAGES * STAGE > FINISHED ? STAGES * STAGE : FINISHED;  // bytes; barriers lie behind
 
@@ -166,5 +154,5 @@ __device__ __forceinline__ void prefill(const Product& p, const Sink& sink) {
     for (int i = 0; i < TOKENS / 2; ++i)
         tile[(i / 4 * 8 + 2 * (lane % 4) + i % 2) * PITCH + first + i % 4 / 2 * 8] = acc[i];
     named_barrier_sync(1, CONSUMERS);
-    write_tile(sink, tile, PITCH, p.first_token, min(TOKENS, p.rows - p.first_token), CONSUMERS / 32);
+    write_tile(sink, tile, p.first_token, min(TOKENS, p.rows - p.first_token), CONSUMERS / 32);
 }

@@ -160,6 +160,6 @@ __device__ __forceinline__ void skinny(const Task& task, const Matrix& weights, 
         lay_units<IS_NORMED>(task, x, pick, norm, early + warp_index() - WARPS, units_of(task), FINISHERS,
                              tokens, unit_squares);
         mbarrier_arrive(&barriers.late);
-        gather(IS_NORMED, task, sums, inbox, unit_squares, squares, barriers, sink);
+        gather<IS_NORMED>(task, sums, inbox, unit_squares, squares, barriers, sink);
     }
 }

@@ -133,8 +133,8 @@ __device__ __forceinline__ bool exchange(const Task& task, int turn, float4* inb
 
 /* sink.prepare(tile) may ask for what the end of a tile needs while its sums are not there yet; sink(tile, v)
  * gets each tile once they are, sink.end() comes after the last. By one finishing warp. */
-template <class Sink>
-__device__ __forceinline__ void gather(bool is_normed, const Task& task, const float2* sums, float4* inbox,
+template <bool IS_NORMED, class Sink>
+__device__ __forceinline__ void gather(const Task& task, const float2* sums, float4* inbox,
                                        const float* unit_squares, float* squares, Barriers& barriers,
                                        Sink& sink) {
     int me = warp_index() - WARPS, ordinal = me;
@@ -144,14 +144,15 @@ __device__ __forceinline__ void gather(bool is_normed, const Task& task, const f
         float2 v[UNITS];
         if (is_owner(task, ordinal)) sink.prepare(tile);
         mbarrier_wait(&barriers.full[ordinal % FULL_BARRIERS], ordinal / FULL_BARRIERS & 1);
-        if (is_normed && turn == 0) {
-            mbarrier_wait(&barriers.late, 0);
-            float sum = sum_squares(task, unit_squares);
-            if (task.slices == 1)
-                sink.use_squares(sum);
-            else
-                keep_squares(task, sum, squares);
-        }
+        if constexpr (IS_NORMED)
+            if (turn == 0) {
+                mbarrier_wait(&barriers.late, 0);
+                float sum = sum_squares(task, unit_squares);
+                if (task.slices == 1)
+                    sink.use_squares(sum);
+                else
+                    keep_squares(task, sum, squares);
+            }
 #pragma unroll
         for (int q = 0; q < UNITS; ++q) v[q] = from[32 * q];
 #pragma unroll(5)  // all at once are so many instructions that fetching them takes longer

@@ -21,14 +21,7 @@ __device__ __forceinline__ uint4 load_piece(const bf16* row, int k, int cols) {
                       bits[6] | bits[7] << 16);
 }
 
-/* Two activations times their scales; their squares are added to sum. */
-__device__ __forceinline__ u32 scale_pair(u32 pair, float scale_low, float scale_high, float& sum) {
-    float low = low_f32(pair), high = high_f32(pair);
-    sum += low * low;
-    sum += high * high;
-    return pack_bf16(low * scale_low, high * scale_high);
-}
-
+/* Eight of them. */
 __device__ __forceinline__ uint4 scale_piece(uint4 v, const float (&scale)[8], float& sum) {
     return make_uint4(scale_pair(v.x, scale[0], scale[1], sum), scale_pair(v.y, scale[2], scale[3], sum),
                       scale_pair(v.z, scale[4], scale[5], sum), scale_pair(v.w, scale[6], scale[7], sum));

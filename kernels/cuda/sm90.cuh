@@ -146,16 +146,6 @@ __device__ __forceinline__ bool mbarrier_try_wait(u64* barrier, u32 parity) {
     return done;
 }
 
-/* Arrive at the same barrier of block `rank` of the cluster; what this thread wrote there is visible to
- * whoever waits with mbarrier_wait_cluster. */
-__device__ __forceinline__ void mbarrier_arrive_at(u64* barrier, u32 rank) {
-    asm volatile(
-        "{\n .reg .b32 there;\n mapa.shared::cluster.u32 there, %0, %1;\n"
-        " mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}" ::"r"(shared_address(barrier)),
-        "r"(rank)
-        : "memory");
-}
-
 /* The same shared variable in block `rank` of the cluster, for store_async. */
 __device__ __forceinline__ u32 cluster_address(const void* shared, u32 rank) {
     u32 there;
@@ -284,8 +274,6 @@ __device__ __forceinline__ T* map_shared(T* shared, u32 rank) {
     return (T*)mapped;
 }
 
-__device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
-__device__ __forceinline__ void fence_cluster() { asm volatile("fence.acq_rel.cluster;" ::: "memory"); }
 #endif
 
 __device__ __forceinline__ void cluster_sync() {

@@ -99,9 +99,6 @@ inline void mbarrier_arrive_expect(u64* barrier, u32 bytes, EMULATE_SITE) {
 inline bool mbarrier_try_wait(u64* barrier, u32 parity, EMULATE_SITE) {
     return emulate::mbarrier_test((uint64_t*)barrier, parity, site);
 }
-inline void mbarrier_arrive_at(u64* barrier, u32 rank, EMULATE_SITE) {
-    emulate::mbarrier_arrive((uint64_t*)emulate::cluster_map(barrier, rank), 0, site);
-}
 inline u32 cluster_address(const void* shared, u32 rank) { return rank << 24 | shared_address(shared); }
 template <class T>
 void store_async(u32 to, const T& v, u32 barrier, EMULATE_SITE) {
@@ -141,6 +138,3 @@ template <class T>
 T* map_shared(T* shared, u32 rank) {
     return (T*)emulate::cluster_map(shared, rank);
 }
-
-inline void fence_gpu() {}
-inline void fence_cluster() {}
