@@ -57,9 +57,11 @@ static void store(uint64_t* barrier, Mbarrier state) {
     if (!state.pending && !state.bytes) {
         state.phase ^= 1;
         state.pending = state.arrivals;
-        Phases& phases = phases_of(barrier);
-        if (launch.finds_races) add_clock(phases.done, phases.arrived);
-        phases.arrived.clear();
+        if (launch.finds_races) {
+            Phases& phases = phases_of(barrier);
+            add_clock(phases.done, phases.arrived);
+            phases.arrived.clear();
+        }
     }
     memcpy(barrier, &state, 8);
     progress();

@@ -136,8 +136,8 @@ int block_any(int predicate, const char* what, Site site) {
     unsigned turn = self()->votes++;
     if (predicate) votes[turn % 3] = 1;
     block_barrier(0, 0, true, what, site);
-    votes[(turn + 2) % 3] =
-        0;  // all have read the one before this, nobody comes to it again before the next barrier
+    // All have read the vote before this one, and nobody comes to its place again before the next barrier.
+    votes[(turn + 2) % 3] = 0;
     return votes[turn % 3];
 }
 

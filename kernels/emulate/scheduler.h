@@ -99,8 +99,7 @@ struct Block {
     std::vector<Fiber> fibers;
     std::vector<Warp> warps;
     Barrier barriers[16];
-    int votes[3] =
-        {};  // __syncthreads_or: the one under way, the last one, which may be read yet, the next one
+    int votes[3] = {};  // __syncthreads_or: this vote, the last one, which may still be read, the next one
     std::vector<Copy> bulk;
     std::vector<std::vector<Wgmma>> asked;  // of each warpgroup, as its first warp asked
     std::vector<History> history;           // of each byte of shared memory
