@@ -22,9 +22,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import record
+from round import device
 
 import minidflash as md
-from minidflash.loop import machine_of
 from minidflash.measure import read_prompts
 from minidflash.request import OPTIONS, prompt_ids
 from tests.chance import LAWS
@@ -55,7 +55,6 @@ def main():
     parser.add_argument("--name", default="lossless-cpu")
     args = parser.parse_args()
     settings = {key: value for key, value in vars(args).items() if key != "seconds"}
-    settings["ran_on"] = machine_of(md.ops(args.backend, args.activations))
     done, end = earlier(args.name, settings), time.perf_counter() + args.seconds
     for pair in args.pairs:
         engines = {chunk: open_pair(pair, args, chunk) for chunk in args.chunks}
@@ -71,8 +70,8 @@ def main():
             else:
                 done[name] = row
             if not args.seeds or seed % 10 == 9:
-                write(args.name, settings, done)
-    path = write(args.name, settings, done)
+                write(args.name, settings, done, engines)
+    path = write(args.name, settings, done, engines)
     found = json.loads(path.read_text())
     print(path.name, found["runs"], "runs,", found["differing"], "differ")
     is_short = args.tokens * max(1, args.seeds) < 136  # what one deck of all lengths at block 16 takes
@@ -171,7 +170,8 @@ def total(done, which):
     return counts(found)
 
 
-def write(name, settings, done):
+def write(name, settings, done, engines):
+    ops = next(iter(engines.values())).ops
     accepted = total(done, "accepted_replay")
     return record.write(
         name,
@@ -185,6 +185,7 @@ def write(name, settings, done):
             "prompts": done,
         },
         settings=settings,
+        **device(ops),
     )
 
 

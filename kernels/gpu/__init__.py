@@ -15,7 +15,7 @@ from ..weight import Weight
 # f32 at the start of every workspace: u32 counters, zero when allocated, left at zero by kernels.
 COUNTERS = 4096
 
-from . import fast, plain  # they read COUNTERS
+from . import fast, plain, prefill  # they read COUNTERS
 
 
 class GpuBackend:
@@ -26,6 +26,8 @@ class GpuBackend:
     """
 
     counters = COUNTERS
+    dependent = False  # whether a kernel may start while the one before it ends
+    prefill_frame = None  # of prefill.cuh; None: the card's
 
     def __init__(self, activations, device):
         self.activations, self.device, self.sms = activations, device, device.sms
@@ -49,14 +51,10 @@ class GpuBackend:
 
     def for_prefill(self):
         """This backend with the variants for many token rows in front."""
-        from .prefill import Prefill
-
-        return Prefill(self)
+        return prefill.Prefill(self)
 
     def work_size(self, rows, cols, outputs):
         """Workspace elements (f32) for a kernel of `rows` token rows, `cols` inputs, `outputs` outputs."""
-        from . import prefill
-
         need = plain.work_size(rows, cols, outputs), fast.work_size(self, rows, cols, outputs)
         return COUNTERS + max(*need, prefill.work_size(rows, cols, outputs))
 

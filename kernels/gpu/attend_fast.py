@@ -57,12 +57,11 @@ def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, 
     slots, groups, room, _ = cache_k.shape
     if backend.activations != "bf16" or size not in (64, 128) or heads // groups > 64:
         return None
-    keys = min(getattr(backend, "bucket", None) or room, room)
+    keys = min(backend.bucket or room, room)
     shape = Shape(rows, heads, groups, size, slots, backend.sms, bool(window), **{"keys": keys} | tuning)
     count = shape.rows_a_pass(work.size) if shape.splits else rows  # uncut needs no workspace
     if not count:
         return None
-    dependent = getattr(backend, "dependent", False)
     for first in range(0, rows, count):
         here = slice(first, min(first + count, rows))
         part = [a[here] for a in (q, slot, pos, begin, end)]
@@ -74,7 +73,7 @@ def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, 
         grid = -(-total // shape.group) * groups * shape.clusters * shape.cluster
         backend.launch(
             "attend_fast.cu", "attend_fast", grid, THREADS, shape.shared, args, shape.defines,
-            cluster=shape.cluster, dependent=dependent,
+            cluster=shape.cluster, dependent=backend.dependent,
         )  # fmt: skip
     return True
 

@@ -25,9 +25,8 @@ number of multiprocessors.
 import numpy as np
 
 from ..weight import TILE, Weight
-from . import attend_fast, plain, split
+from . import COUNTERS, attend_fast, plain, split
 
-COUNTERS = 4096  # as in kernels/gpu/__init__.py, which imports this file
 PAIRED = "packed pairs"  # a tile holds 8 gate rows and the 8 up rows that go with them
 ROLES = {"embed", "head", "q", "kv", "o", "gate_up", "down", "fc"}
 
@@ -105,7 +104,7 @@ def launch(backend, file, kernel, tiles, cut, cols, rows, args, together=False):
                 )
         backend.launch(
             file, kernel, grid, cut.threads, shared, args(here, count), defines,
-            cluster=cut.cluster_blocks, dependent=getattr(backend, "dependent", False),
+            cluster=cut.cluster_blocks, dependent=backend.dependent,
         )  # fmt: skip
     return True
 
@@ -118,9 +117,8 @@ def rows_of(array, here):
 def embed(backend, ids, table, scale, x):
     if table.layout != "packed":
         return None
-    dependent = getattr(backend, "dependent", False)
     args = [ids, table.data, x, scale, x.shape[1]]
-    backend.launch("embed_fast.cu", "embed_fast", len(ids), 128, 0, args, dependent=dependent)
+    backend.launch("embed_fast.cu", "embed_fast", len(ids), 128, 0, args, dependent=backend.dependent)
     return True
 
 

@@ -146,9 +146,8 @@ def _launch_law(backend, kernel, rows, limit, args):
     """A kernel of law.cuh. How many blocks and threads share a row does not show in its ids."""
     blocks = 8 if limit >= CLUSTER_FROM else 1
     threads = 512 if limit > 4096 else 128
-    dependent = getattr(backend, "dependent", False)
     backend.launch(
-        f"{kernel}.cu", kernel, rows * blocks, threads, 0, args, cluster=blocks, dependent=dependent
+        f"{kernel}.cu", kernel, rows * blocks, threads, 0, args, cluster=blocks, dependent=backend.dependent
     )
 
 
@@ -191,5 +190,4 @@ def accept(backend, drafts, choice, stop, start, anchor, fresh, left, done, reco
 
 
 def _control(backend, kernel, slots, args):
-    dependent = getattr(backend, "dependent", False)
-    backend.launch("control.cu", kernel, slots, 32, 0, args, dependent=dependent)
+    backend.launch("control.cu", kernel, slots, 32, 0, args, dependent=backend.dependent)

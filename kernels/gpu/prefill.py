@@ -11,9 +11,9 @@ from functools import partial
 
 from ..table import ROWS
 from ..weight import TILE
+from . import COUNTERS
 from .attend_fast import attend_prompt
 
-COUNTERS = 4096  # as in kernels/gpu/__init__.py
 STAGE_K = 64
 HEADS = 8  # of a row, by one warp of qkv_prefill.cu
 # (tokens, row tiles of weights, stages) of a block; the bits are the same in all of a frame
@@ -48,8 +48,7 @@ class Prefill:
 
 def frame_of(backend):
     """Which of prefill.cuh's frames: wgmma is sm_90a's alone. A backend's own `prefill_frame` goes first."""
-    own = getattr(backend, "prefill_frame", None)
-    return own or (FRAME if backend.device.arch in HAS_WGMMA else "mma")
+    return backend.prefill_frame or (FRAME if backend.device.arch in HAS_WGMMA else "mma")
 
 
 def choose(sms, rows, outputs, frame=FRAME):
@@ -78,7 +77,7 @@ def launch(backend, file, kernel, rows, outputs, args, groups=None, tile=None):
         threads, shared = 32 * tiles + 128, shared + 16 * stages
     backend.launch(
         file, kernel, (-(-rows // tokens), count), threads, shared, args, defines_of(frame, tile),
-        dependent=getattr(backend, "dependent", False),
+        dependent=backend.dependent,
     )  # fmt: skip
 
 
@@ -120,13 +119,12 @@ def tokens(backend, x, norm, eps, work):
     size = laid_size(rows, cols)
     place = COUNTERS + size - -(-rows // 4) * 4
     laid, scale = work[COUNTERS:place], None if norm is None else work[place : place + rows]
-    dependent = getattr(backend, "dependent", False)
     if is_laid:
         args = [x, norm, eps, laid, scale, rows, cols]
-        backend.launch("lay_prefill.cu", "lay_prefill", rows, 128, 0, args, dependent=dependent)
+        backend.launch("lay_prefill.cu", "lay_prefill", rows, 128, 0, args, dependent=backend.dependent)
     else:
         args = [x, norm, eps, laid, scale, cols]
-        backend.launch("linear_prefill.cu", "norm_prefill", rows, 256, 0, args, dependent=dependent)
+        backend.launch("linear_prefill.cu", "norm_prefill", rows, 256, 0, args, dependent=backend.dependent)
     return laid, scale, work[COUNTERS + size :]
 
 
@@ -145,9 +143,9 @@ def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, si
     args = [y, eps, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot, pos, cache_k, cache_v, q]
     args += [rows, heads, groups, room, size, cos.shape[1]]
     if size in (64, 128) and cos.shape[1] == size // 2:
-        warps, dependent = rows * -(-(heads + 2 * groups) // HEADS), getattr(backend, "dependent", False)
+        warps = rows * -(-(heads + 2 * groups) // HEADS)
         backend.launch(
-            "qkv_prefill.cu", "qkv_prefill", -(-warps // 4), 128, 0, args[:-2], {"HEAD": size}, dependent=dependent
+            "qkv_prefill.cu", "qkv_prefill", -(-warps // 4), 128, 0, args[:-2], {"HEAD": size}, dependent=backend.dependent
         )  # fmt: skip
     else:
         finish(backend, "qkv", rows * (heads + 2 * groups), args)

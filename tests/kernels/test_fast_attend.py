@@ -190,7 +190,7 @@ def test_dependent_launch_reads_nothing_early(ops, rng, monkeypatch):
     case = make(rng, range(140, 144), (4, 1, 64))
     first = call(ops, case)
     second = call(ops, case | {"q": first})
-    monkeypatch.setattr(ops.backend, "dependent", True, raising=False)
+    monkeypatch.setattr(ops.backend, "dependent", True)
     q, o, again = (ops.array(first.shape, "A") for _ in range(3))
     ops.upload(q, case["q"])
     work, rest = ops.array((ops.backend.work_size(4, 4 * 64, 0),), "f32"), put(ops, case)[1:]

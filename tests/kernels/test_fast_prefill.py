@@ -21,7 +21,7 @@ on_gpu_backends = pytest.mark.parametrize("ops", parameters(["emulate", "cuda"],
 @pytest.fixture(params=prefill.TILES)
 def frame(request, ops, monkeypatch):
     """Each frame of prefill.cuh that the card has."""
-    monkeypatch.setattr(ops.backend, "prefill_frame", request.param, raising=False)
+    monkeypatch.setattr(ops.backend, "prefill_frame", request.param)
     if request.param == "wgmma" and ops.backend.device.arch not in prefill.HAS_WGMMA:
         pytest.skip("wgmma is sm_90a's alone")
     return request.param
@@ -141,7 +141,7 @@ def wide(make):
 def test_dependent_launch_reads_nothing_early(ops, frame, rng, monkeypatch):
     case = test_gate_up.make(ops, rng, 20, 64, 40, "bf16")
     want = prompt_run(ops, "gate_up", case, F=40)["h"]
-    monkeypatch.setattr(ops.backend, "dependent", True, raising=False)
+    monkeypatch.setattr(ops.backend, "dependent", True)
     assert_same_bits(prompt_run(ops, "gate_up", case, F=40)["h"], want)
 
 
