@@ -35,7 +35,15 @@ LONG = (
     "sample",
     "fast_gemm",
 )  # these begin first
-OTHERS = "compile", "cuda_backend", "emulate", "launch", "races", "table"  # no kernels, or none on a GPU
+OTHERS = (
+    "compile",
+    "cuda_backend",
+    "emulate",
+    "launch",
+    "loading",
+    "races",
+    "table",
+)  # no kernels, or none on a GPU
 PARTS = [file.stem.removeprefix("test_") for file in (ROOT / "tests" / "kernels").glob("test_*.py")]
 PARTS = [*LONG, *sorted(set(PARTS) - {*LONG, *OTHERS}), "round"]
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
