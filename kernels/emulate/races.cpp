@@ -41,7 +41,9 @@ void race_meeting(Warp* warp, unsigned lanes) {
             add_clock(warp->lanes[lane].clock, all), ++warp->lanes[lane].clock[warp->lanes[lane].number];
 }
 
-void counter_release(const void* counter) { race_release(self()->block->cluster->counters[counter]); }
+void counter_release(const void* counter) {
+    if (launch.finds_races) race_release(self()->block->cluster->counters[counter]);
+}
 
 void counter_acquire(const void* counter) {
     if (launch.finds_races) race_acquire(self(), self()->block->cluster->counters[counter]);
