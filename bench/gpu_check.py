@@ -49,12 +49,26 @@ def card():
     return {"card": name, "driver": driver, "memory": memory}
 
 
-def run_file(path, limit):
-    """GPU tests of one file: (passed, skipped, [what failed])."""
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+TOGETHER = 50  # tests of a process at most: a long file has several
+
+
+def tests_of(path):
+    """[(path, names of GPU tests)]: what a process of its own runs."""
+    found = subprocess.run(
+        [*PYTEST, "--collect-only", str(path)], check=False, cwd=ROOT, capture_output=True, text=True
+    ).stdout.splitlines()
+    names = [name for name in found if "::" in name]
+    count = -(-len(names) // TOGETHER)
+    return [(path, names[i * len(names) // count : (i + 1) * len(names) // count]) for i in range(count)]
+
+
+def run_part(path, names, limit):
+    """Some GPU tests of a file: (passed, skipped, [what failed])."""
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--tb=short",
-                   "--maxfail=60", f"--junitxml={report}", str(path)]  # fmt: skip
+        report, listed = Path(folder) / "report.xml", Path(folder) / "names"
+        listed.write_text("\n".join(names))
+        command = [*PYTEST, "--tb=short", "--maxfail=60", f"--junitxml={report}", f"@{listed}"]
         try:
             done = subprocess.run(
                 command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=limit
@@ -80,11 +94,12 @@ def run_file(path, limit):
 
 def run_tests(patterns, seconds, jobs):
     """GPU tests of these files, a process each: {"passed", "failed", "skipped", "seconds", "failures"}."""
-    begun, limit = time.perf_counter(), max(30, seconds)
+    begun, end = time.perf_counter(), time.perf_counter() + max(30, seconds)
     paths = [path for pattern in patterns for path in sorted(ROOT.glob(pattern))]
-    paths.sort(key=lambda path: -path.stat().st_size)  # the long ones first
     with ThreadPoolExecutor(jobs) as pool:
-        results = list(pool.map(lambda path: run_file(path, limit), paths))
+        parts = [part for found in pool.map(tests_of, paths) for part in found]
+        parts.sort(key=lambda part: -len(part[1]))  # the long ones first
+        results = list(pool.map(lambda part: run_part(*part, max(1, end - time.perf_counter())), parts))
     passed, skipped, failures = (
         [r[0] for r in results],
         [r[1] for r in results],

@@ -13,10 +13,12 @@ same words). Exit code 1 when a token differs.
 import argparse
 import itertools
 import json
+import multiprocessing
 import os
 import sys
 import time
 from collections import Counter
+from functools import cache, partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -52,57 +54,82 @@ def main():
     parser.add_argument(
         "--seconds", type=float, default=float("inf"), help="begin no further text after this"
     )
+    parser.add_argument("--jobs", type=int, default=1, help="processes side by side")
     parser.add_argument("--name", default="lossless-cpu")
     args = parser.parse_args()
-    settings = {key: value for key, value in vars(args).items() if key != "seconds"}
-    done, end = earlier(args.name, settings), time.perf_counter() + args.seconds
-    for pair in args.pairs:
-        engines = {chunk: open_pair(pair, args, chunk) for chunk in args.chunks}
-        for name, prompt, seed, law in texts(engines[args.chunks[0]], pair, args):
-            if name in done or seed < done.get(pair, {}).get("texts", 0) or time.perf_counter() > end:
-                continue
-            begun = time.perf_counter()
-            row = one_prompt(engines, prompt, args, seed, law)
-            row["seconds"] = round(time.perf_counter() - begun, 1)
-            print(name, {key: row[key] for key in ("runs", "tokens", "differing", "seconds")}, flush=True)
-            if args.seeds:
-                done[pair] = together(done.get(pair), row)
-            else:
-                done[name] = row
-            if not args.seeds or seed % 10 == 9:
-                write(args.name, settings, done, engines)
-    path = write(args.name, settings, done, engines)
+    settings = {key: value for key, value in vars(args).items() if key not in ("seconds", "jobs")}
+    done, written = earlier(args.name, settings), time.perf_counter()
+    wanted = [
+        (pair, name, number)
+        for pair in args.pairs
+        for number, name in enumerate(names(args, pair))
+        if name not in done and number not in done.get(pair, {}).get("texts", [])
+    ]
+    for pair, name, row in rows_of(args, wanted):
+        print(name, {key: row[key] for key in ("runs", "tokens", "differing", "seconds")}, flush=True)
+        if args.seeds:
+            done[pair] = together(done.get(pair), row)
+        else:
+            done[name] = row
+        if time.perf_counter() - written > 5:
+            write(args.name, settings, done)
+            written = time.perf_counter()
+    path = write(args.name, settings, done)
     found = json.loads(path.read_text())
     print(path.name, found["runs"], "runs,", found["differing"], "differ")
     is_short = args.tokens * max(1, args.seeds) < 136  # what one deck of all lengths at block 16 takes
     return 0 if not found["differing"] and (is_short or found["is_every_length_seen"]) else 1
 
 
-def open_pair(pair, args, chunk):
-    options = {"backend": args.backend, "activations": args.activations, "prefill_chunk": chunk}
+@cache
+def open_pair(pair, backend, activations, chunk):
+    options = {"backend": backend, "activations": activations, "prefill_chunk": chunk}
     return md.load(ctx=1024, **options) if pair == "embedded" else load(pair, None, **options)
 
 
-def texts(engine, pair, args):
-    """(name, prompt, number, options of the law) of every text: the prompts, or seeds."""
+def names(args, pair):
+    """What the texts are called, by number: the prompts, or seeds."""
+    if args.seeds:
+        return [f"{pair} seed {number}" for number in range(args.seeds)]
+    return [prompt.get("id", str(number)) for number, prompt in enumerate(read_prompts()[: args.prompts])]
+
+
+def rows_of(args, wanted):
+    """(pair, name, row) of these texts as they are done, until the time is over."""
+    end = time.time() + args.seconds  # the clock that processes share
+    if args.jobs == 1:
+        yield from filter(None, (one_text(args, end, text) for text in wanted))
+        return
+    with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:  # CUDA does not survive a fork
+        yield from filter(None, pool.imap_unordered(partial(one_text, args, end), wanted))
+
+
+def one_text(args, end, text):
+    """(pair, name, row) of a text; None after the time's end."""
+    pair, name, number = text
+    if time.time() > end:
+        return None
+    engines = {chunk: open_pair(pair, args.backend, args.activations, chunk) for chunk in args.chunks}
     prompts = read_prompts()[: args.prompts]
-    for number in range(args.seeds or len(prompts)):
-        prompt = prompts[number % len(prompts)]
-        name = f"{pair} seed {number}" if args.seeds else prompt.get("id", str(number))
-        given = prompt.get("tokens") or prompt["prompt"]
-        if pair != "embedded":
-            given = prompt_of(engine, 12 + number % 40, number)
-        yield name, given, number, {**LAWS[number % len(LAWS)], "seed": number} if args.seeds else {}
+    prompt = prompts[number % len(prompts)]
+    given = prompt.get("tokens") or prompt["prompt"]
+    if pair != "embedded":
+        given = prompt_of(engines[args.chunks[0]], 12 + number % 40, number)
+    law = {**LAWS[number % len(LAWS)], "seed": number} if args.seeds else {}
+    begun = time.perf_counter()
+    row = one_prompt(engines, given, args, number, law)
+    row["seconds"] = round(time.perf_counter() - begun, 1)
+    return pair, name, row | ({"texts": [number]} if args.seeds else {})
 
 
 def together(known, row):
     """One row of two: what a pair's texts found so far, and one more."""
     if known is None:
-        return row | {"texts": 1}
+        return row
     for key in ("runs", "tokens", "unlike_greedy", "seconds"):
         known[key] = round(known[key] + row[key], 1)
     known["differing"] += row["differing"]
-    known["texts"] += 1
+    known["texts"] = sorted(known["texts"] + row["texts"])
     known["tau_own"] |= row["tau_own"]
     for key in ("accepted_own", "accepted_replay"):
         known[key] = total({"known": known, "row": row}, key)
@@ -170,8 +197,7 @@ def total(done, which):
     return counts(found)
 
 
-def write(name, settings, done, engines):
-    ops = next(iter(engines.values())).ops
+def write(name, settings, done):
     accepted = total(done, "accepted_replay")
     return record.write(
         name,
@@ -185,7 +211,7 @@ def write(name, settings, done, engines):
             "prompts": done,
         },
         settings=settings,
-        **device(ops),
+        **device(md.ops(settings["backend"])),
     )
 
 
