@@ -47,7 +47,7 @@ struct Ring {
 
     /* By thread 0, before a barrier of the block. */
     __device__ __forceinline__ void open() const {
-        for (int s = 0; s < STAGES; ++s) mbarrier_init(&full[s], 1), mbarrier_init(&empty[s], CONSUMERS / 32);
+        for (int s = 0; s < STAGES; ++s) mbarrier_init(&full[s], 1), mbarrier_init(&empty[s], CONSUMERS);
         mbarrier_fence_init();
     }
 };
@@ -106,9 +106,8 @@ struct Half {
     }
 };
 
-__device__ __forceinline__ void give_back(const Ring& ring, int slot) {
-    if (lane_index() == 0) mbarrier_arrive(&ring.empty[slot]);
-}
+/* Every lane arrives, for the weights that it read itself (skinny_finish.cuh). */
+__device__ __forceinline__ void give_back(const Ring& ring, int slot) { mbarrier_arrive(&ring.empty[slot]); }
 
 /* All sums of a warpgroup. Half a stage is multiplied while the weights of the next half come to registers
  * that the half before has left. */
