@@ -142,7 +142,7 @@ def attention(bench, models, row_counts, replays):
 def line(found, copy):
     size = "x".join(str(found[key]) for key in ("outputs", "cols")) if "cols" in found else "2048 keys"
     peers = ""
-    if "cols" in found:
+    if found.get("bare_us"):  # None where the bare product's cut does not fit so many rows
         peers = f"{found['us'] / found['bare_us']:5.2f} x bare, cuBLAS {found['cublas_us'] / found['bare_us']:5.2f} x bare"
     return (
         f"{found['model']:12} {found['row']:8} {size:13} {found['rows']:3} rows {found['us']:8.2f} us "

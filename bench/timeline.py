@@ -9,9 +9,12 @@ kernel's begin and its release is its head start. Writes bench/results/timeline-
 
 import argparse
 import ctypes
+import sys
 from collections import defaultdict
 from pathlib import Path
 from statistics import median
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 import record
