@@ -42,7 +42,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     __syncthreads();
     if (threadIdx.x == 0) red_add_release(counters + tiles, 1);
     if ((int)blockIdx.x >= normers) return;
-    if (warp_index() == 0) {  // all its lanes: one that waits alone would come to the barriers apart from them
+    if (warp_index() ==
+        0) {  // all its lanes: one that waits alone would come to the barriers apart from them
         while (load_acquire(counters + tiles) != gridDim.x) {
         }
         __syncwarp();
