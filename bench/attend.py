@@ -29,13 +29,13 @@ from minidflash.errors import UserError
 ROTATED = 150e6  # bytes of different caches between two uses of the same
 VARIANTS = {  # name: tuning
     "the default": {},
-    "clusters of 4": {"cluster": 4},
+    "the last block merges": {"waits": False},
     "64 keys a step": {"steps": 8},
     "half the units": {"splits": 0.5},
     "twice the units": {"splits": 2},
     "1 term": {"terms": 1},
 }
-UNCUT = {"cluster": 1, "splits": 0}
+UNCUT = {"splits": 0}
 PROMPT = {"uncut": UNCUT, "uncut, 1 term": UNCUT | {"terms": 1}}
 
 
@@ -43,9 +43,8 @@ def tuned(heads, rows, tuning, sms):
     """The tuning with splits, a factor here, as the number of units that `Shape` takes."""
     if not tuning.get("splits"):
         return tuning
-    cluster = tuning.get("cluster", attend_fast.CLUSTER)
-    usual = attend_fast.Shape(rows, *heads, 1, sms, cluster=cluster).splits
-    return tuning | {"splits": max(cluster, int(usual * tuning["splits"]) // cluster * cluster)}
+    usual = attend_fast.Shape(rows, *heads, 1, sms).splits
+    return tuning | {"splits": max(1, int(usual * tuning["splits"]))}
 
 
 class Case:
@@ -187,7 +186,8 @@ def compile_all(arch, sms, layouts, rows_list):
     for heads in layouts:
         todo = [(rows, tuning) for rows in rows_list for tuning in VARIANTS.values()]
         for rows, tuning in [*todo, *((256, tuning) for tuning in PROMPT.values())]:
-            shape = attend_fast.Shape(rows, *heads, 1, sms, **tuned(heads, rows, tuning, sms))
+            how = {key: value for key, value in tuned(heads, rows, tuning, sms).items() if key != "waits"}
+            shape = attend_fast.Shape(rows, *heads, 1, sms, **how)
             defines = {key: str(value) for key, value in shape.defines.items()}
             jobs[str(defines)] = ("attend_fast.cu", arch, defines)
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:

@@ -1,20 +1,20 @@
 /* attend for bf16 and heads of 64 or 128: softmax(scale q k^T) v on tensor cores, in one launch.
- * Grid:   a cluster of CLUSTER blocks for CLUSTER neighbouring units of keys, a kv head and a group of rows;
- *         those past the keys end at once, so one grid serves every context. 8 warps: 16 tile rows x 64 keys
- *         of each leaf, a row's query heads side by side; few rows share a tile among warps by components.
- *         Blocks send each other their rows (st.async to distributed shared memory), so a cluster leaves one
- *         partial result; where a row has more, the last to arrive of the same rank merges them.
- * Moves:  K and V of the keys that a set sees, once: keys * G * HEAD * 4 bytes; a partial of 64 rows a
- *         cluster through L2.
- * Source: Dao 2023 (FlashAttention-2), Flash-Decoding 2023; the cut at absolute keys: attend_pieces.cuh.
- * Truth:  oracle.py attend. */
+ * Grid:   a block for a unit of keys, a kv head and a group of rows; those past the keys have none, so one
+ *         grid serves every context. 8 warps: 16 tile rows x 64 keys of each leaf, a row's query heads side
+ *         by side; few rows share a tile among warps by components. A row of several units has a piece of
+ *         each in the workspace. Once all are there they are merged: by all blocks of the group and head, a
+ *         warp a row, where the card holds the whole grid at once (`waits`), else by the block that came
+ * last. Moves:  K and V of the keys that a set sees, once: keys * G * HEAD * 4 bytes; a piece of ROWS rows a
+ * unit through L2. Source: Dao 2023 (FlashAttention-2), Flash-Decoding 2023; the cut at absolute keys:
+ * attend_pieces.cuh. Truth:  oracle.py attend. */
 #include "attend_pieces.cuh"
 
-/* A tile row's sums to the block of the cluster that finishes it, 16 bytes at a time: of two neighbouring
- * lanes, which have two pairs of components of two rows each, the even one takes the first row, the odd one
- * the other. */
-__device__ __forceinline__ void send(const Set& set, const float2* stats, const float4* exchange,
-                                     const float (&out)[N][4], u64* sent) {
+/* A unit's sums of the tile rows: a piece, or the output where the row has no other. 16 bytes at a time: of
+ * two neighbouring lanes, which have two pairs of components of two rows each, the even one takes the first
+ * row, the odd one the other. */
+__device__ __forceinline__ void keep(const Set& set, const Row* rows, const float2* stats,
+                                     const float4* exchange, const float (&out)[N][4], float* piece, bf16* o,
+                                     int H) {
     const int lane = thread_again() % 32, warp = thread_again() / 32;
     const int tile = warp / SPREAD % TILES, half = warp / 4, own = lane % 2;
     const int first = 16 * tile + lane / 4;
@@ -24,23 +24,20 @@ __device__ __forceinline__ void send(const Set& set, const float2* stats, const 
 #pragma unroll
     for (int e = 0; e < 2; ++e) joint[e].y = meet[e](joint[e].y, later[e].y);
 
-    const int tile_row = first + 8 * own, row = tile_row / set.place.ratio, rank = blockIdx.x % CLUSTER;
-    const bool is_sent = row < GROUP && (set.only < 0 ? set.members : 1u << set.only) >> row & 1;
-    const int slot = rank * RANK_ROWS + tile_row % RANK_ROWS, to_rank = tile_row / RANK_ROWS;
-    float2* const letter = (float2*)(shared + LETTERS_AT) + slot;
-    float* const box = (float*)(shared + INBOX_AT) + slot * HEAD + warp % SPREAD * COLUMNS +
-                       half * (COLUMNS / 2) + lane % 4 / 2 * 4;
-    u32 there = 0, letter_there = 0, box_there = 0;
-    if (CLUSTER > 1)
-        there = cluster_address(sent, to_rank), letter_there = cluster_address(letter, to_rank),
-        box_there = cluster_address(box, to_rank);
-    if (warp % SPREAD == 0 && half == 0 && lane % 4 < 2 && is_sent) {
-        const float2 v = own ? joint[1] : joint[0];
-        if (CLUSTER > 1)
-            store_async(letter_there, v, there);
-        else
-            *letter = v;
-    }
+    const int tile_row = first + 8 * own, row = tile_row / set.place.ratio;
+    const bool is_member = row < GROUP && (set.only < 0 ? set.members : 1u << set.only) >> row & 1;
+    const int pieces = is_member ? rows[row].pieces : 0;  // this unit may lie behind the row's keys
+    const int d = warp % SPREAD * COLUMNS + half * (COLUMNS / 2) + lane % 4 / 2 * 4;
+    const float2 sums = own ? joint[1] : joint[0];
+    if (pieces > 1 && set.place.own < pieces && warp % SPREAD == 0 && half == 0 && lane % 4 < 2)
+        __stcg((float2*)(piece + ROWS * HEAD) + tile_row, sums);
+    float* const to = piece + tile_row * HEAD + d;
+    bf16* const whole =
+        o +
+        ((size_t)(set.place.from + row) * H + set.place.g * set.place.ratio + tile_row % set.place.ratio) *
+            HEAD +
+        d;
+    const float r = __frcp_rn(sums.y);
 #pragma unroll
     for (int n = 0; n < N / 2; ++n) {
         const float4 other = exchange[((warp ^ 4) * (N / 2) + n) * 32 + lane];
@@ -55,56 +52,32 @@ __device__ __forceinline__ void send(const Set& set, const float2* stats, const 
         const float2 keep = own ? mine[1] : mine[0], give = own ? mine[0] : mine[1];
         const float x = __shfl_xor_sync(FULL_WARP, give.x, 1), y = __shfl_xor_sync(FULL_WARP, give.y, 1);
         const float4 v = own ? make_float4(x, y, keep.x, keep.y) : make_float4(keep.x, keep.y, x, y);
-        if (!is_sent) continue;
-        if (CLUSTER > 1)
-            store_async(box_there + 32 * n, v, there);
+        if (set.place.own >= pieces) continue;
+        if (pieces > 1)
+            __stcg((float4*)(to + 8 * n), v);
         else
-            *(float4*)(box + 8 * n) = v;
+            *(uint2*)(whole + 8 * n) = uint2{divided(v.x, v.y, r), divided(v.z, v.w, r)};
     }
 }
 
-/* Bytes of a set that the blocks of the cluster send here. */
-__device__ __forceinline__ int coming(const Set& set) {
-    const int rank = blockIdx.x % CLUSTER, ratio = set.place.ratio;
-    int count = 0;  // tile rows
-    for (int i = 0; i < RANK_ROWS; ++i) {
-        int row = (rank * RANK_ROWS + i) / ratio;
-        count += row < GROUP && set.members >> row & 1;
-    }
-    const int senders = set.place.own < set.clusters ? set.last_source - set.first_source + 1 : 0;
-    return count * max(senders, 0) * (HEAD * 4 + 8);
-}
-
-__device__ __forceinline__ void await(const Set& set, u64* sent) {
-    const int bytes = coming(set);
-    if (!bytes) return;
-    if (thread_again() == 0) mbarrier_arrive_expect(sent, bytes);
-    mbarrier_wait_cluster(sent, set.phase);
-}
-
-/* o is A[T,H,HEAD]; group * (H/G) <= 16 * TILES, group <= GROUP. splits: units a row is cut into at most, a
- * multiple of CLUSTER; 0: none. clusters: of a group and kv head. work: COUNTERS, then a slot a cluster. */
+/* o is A[T,H,HEAD]; group * (H/G) <= 16 * TILES, group <= GROUP. splits: units a row is cut into at most, or
+ * one more; 0: none. units: blocks of a group and kv head. work: COUNTERS, two of them a group and kv head,
+ * zero before and after; then a piece a block. */
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     attend_fast(const bf16* q, const bf16* cache_k, const bf16* cache_v, const int* slot, const int* pos,
                 const int* begin, const int* end, int window, int causal, float scale, float* work, bf16* o,
-                int T, int H, int G, int S, int group, int splits, int clusters) {
-    const float2* const letters = (const float2*)(shared + LETTERS_AT);  // m and l beside the inbox's o
+                int T, int H, int G, int S, int group, int splits, int units, int waits) {
     Row* const rows = (Row*)(shared + ROWS_AT);
     Set& set = *(Set*)(shared + SET_AT);
-    u64* const sent = (u64*)(shared + SENT_AT);
-    static_assert(sizeof(Set) <= SENT_AT - SET_AT);
-    const int rank = blockIdx.x % CLUSTER, g = blockIdx.x / CLUSTER % G;
-    const int groups =
-        (T + group - 1) / group;  // in the grid, clusters come last: those with keys start first
-    const int from = blockIdx.x / CLUSTER / G % groups * group, own = blockIdx.x / CLUSTER / G / groups;
+    const int g = blockIdx.x % G, groups = (T + group - 1) / group;
+    // In the grid, units come last: those with keys start first.
+    const int from = blockIdx.x / G % groups * group, own = blockIdx.x / G / groups;
 
-    if (CLUSTER > 1 && threadIdx.x == 0) mbarrier_init(sent, 1), mbarrier_fence_init();
-    if (CLUSTER > 1) cluster_arrive_relaxed();  // waited for before anything is sent: who gets it is there
     griddep_wait();
     if (warp_index() == 0) {
         set.start(rows, {slot, pos, begin, end, T, group, window, causal, splits},
                   {H / G, g, from, own, from / group * G + g});
-        if (set.left) set.next(rows, rank);
+        if (set.left) set.next(rows);
     } else {
         load_q(q, shared, from, T, H, H / G, g, 32);
     }
@@ -115,7 +88,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                   set.only < 0 ? set.high : rows[set.only].last);
     };
 
-    if (CLUSTER > 1) cluster_wait();
     while (set.members) {
         // Once for all rows with only = -1. Where a key that one row of a set does not see makes an infinity
         // or NaN for another, zero times it would spoil the first: then again, row by row.
@@ -186,7 +158,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                 exchange[(warp * (N / 2) + n) * 32 + lane] = make_float4(give[0], give[1], give[2], give[3]);
             }
             __syncthreads();
-            if (!(set.only < 0 && set.is_suspect)) send(set, stats, exchange, out, sent);
+            if (!(set.only < 0 && set.is_suspect))
+                keep(set, rows, stats, exchange, out, piece_at(work, set.place.index * units + set.place.own),
+                     o, H);
             if (!set.is_suspect) break;
             __syncthreads();  // the exchange has been read: the ring may be filled
             if (thread_again() == 0) {
@@ -196,84 +170,46 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             __syncthreads();
             if (set.only == 32) break;
         }
-        if (CLUSTER == 1)
-            __syncthreads();
-        else
-            await(set, sent);
-
-        for (int i = thread_again(); set.place.own < set.clusters && i < RANK_ROWS * HEAD / 4; i += THREADS) {
-            int tile_row = (int)(blockIdx.x % CLUSTER) * RANK_ROWS + i / (HEAD / 4),
-                at = tile_row / set.place.ratio, d = i % (HEAD / 4) * 4;
-            if (at >= group || !(set.members >> at & 1)) continue;
-            Piece all;
-#pragma unroll
-            for (int source = 0; source < CLUSTER; ++source)
-                if (source >= set.first_source && source <= set.last_source)
-                    all.add(letters[source * RANK_ROWS + tile_row % RANK_ROWS],
-                            *(const float4*)((float*)(shared + INBOX_AT) +
-                                             (source * RANK_ROWS + tile_row % RANK_ROWS) * HEAD + d));
-            if (set.clusters == 1) {
-                size_t to = ((size_t)(set.place.from + at) * H + set.place.g * set.place.ratio +
-                             tile_row % set.place.ratio) *
-                                HEAD +
-                            d;
-                *(uint2*)(o + to) = all.divided();
-            } else {
-                float* to = slot_at(work, set.place.index * clusters + set.place.own);
-                *(float4*)(to + tile_row * HEAD + d) = all.o;
-                if (d == 0) *(float2*)(to + ROWS * HEAD + 2 * tile_row) = make_float2(all.m, all.l);
-            }
-        }
         if (!set.left) break;
-        if (CLUSTER > 1)  // the letters have been read
-            cluster_sync();
-        else
-            __syncthreads();
-        if (thread_again() / 32 == 0) {
-            if (CLUSTER > 1 && thread_again() == 0 && coming(set)) set.phase ^= 1;
-            set.next(rows, (int)(blockIdx.x % CLUSTER));
-        }
+        __syncthreads();  // the plan and the exchange have been read
+        if (thread_again() / 32 == 0) set.next(rows);
         __syncthreads();
     }
+    auto output = [&](int tile_row) {
+        return o + ((size_t)(set.place.from + tile_row / set.place.ratio) * H +
+                    set.place.g * set.place.ratio + tile_row % set.place.ratio) *
+                       HEAD;
+    };
     if (set.place.own == 0) {  // rows that see nothing
-        for (int i = thread_again(); i < RANK_ROWS * HEAD / 4; i += THREADS) {
-            int tile_row = (int)(blockIdx.x % CLUSTER) * RANK_ROWS + i / (HEAD / 4),
-                at = tile_row / set.place.ratio, t = set.place.from + at;
-            if (at < group && t < T && rows[at].first >= rows[at].last)
-                *(uint2*)(o +
-                          ((size_t)t * H + set.place.g * set.place.ratio + tile_row % set.place.ratio) *
-                              HEAD +
-                          i % (HEAD / 4) * 4) = uint2{0, 0};
+        for (int i = thread_again(); i < ROWS * HEAD / 4; i += THREADS) {
+            int tile_row = i / (HEAD / 4), at = tile_row / set.place.ratio;
+            if (at < group && set.place.from + at < T && !rows[at].pieces)
+                *(uint2*)(output(tile_row) + i % (HEAD / 4) * 4) = uint2{0, 0};
         }
     }
-    if (set.place.own >= set.most) return;
+    if (set.most < 2) return;
 
-    if (!last_to_arrive((u32*)work + set.place.index * CLUSTER + (int)(blockIdx.x % CLUSTER), set.most))
-        return;
-    for (int i = thread_again(); i < RANK_ROWS * HEAD / 4; i += THREADS) {
-        constexpr int BATCH = 4;  // partial results whose loads are under way together
-        int tile_row = (int)(blockIdx.x % CLUSTER) * RANK_ROWS + i / (HEAD / 4),
-            at = tile_row / set.place.ratio, d = i % (HEAD / 4) * 4;
-        int count = at < group ? rows[at].clusters : 0;
-        if (count < 2) continue;
-        Piece all;
-        for (int c = 0; c < count; c += BATCH) {
-            float4 part[BATCH];
-            float2 weight[BATCH];
-#pragma unroll
-            for (int j = 0; j < BATCH; ++j) {
-                const float* piece = slot_at(work, set.place.index * clusters + min(c + j, count - 1));
-                part[j] = *(const float4*)(piece + tile_row * HEAD + d);
-                weight[j] = *(const float2*)(piece + ROWS * HEAD + 2 * tile_row);
+    u32* const counter = (u32*)work + 2 * set.place.index;
+    int first = 0, step = 1;
+    if (waits) {
+        griddep_launch();
+        __syncthreads();
+        if (thread_again() / 32 == 0) {
+            if (lane_index() == 0) red_add_release(counter, 1);
+            while (load_acquire(counter) != units) {
             }
-#pragma unroll
-            for (int j = 0; j < BATCH; ++j)
-                if (c + j < count) all.add(weight[j], part[j]);
+            __syncwarp();
+            // Nobody waits any more once all have come here.
+            if (lane_index() == 0 && atomicAdd(counter + 1, 1u) == units - 1) counter[0] = counter[1] = 0;
         }
-        *(uint2*)(o +
-                  ((size_t)(set.place.from + at) * H + set.place.g * set.place.ratio +
-                   tile_row % set.place.ratio) *
-                      HEAD +
-                  d) = all.divided();
+        __syncthreads();
+        first = set.place.own, step = units;
+    } else if (!last_to_arrive(counter, units)) {
+        return;
+    }
+    for (int i = thread_again() / 32; first + step * i < ROWS; i += THREADS / 32) {
+        int tile_row = first + step * i, at = tile_row / set.place.ratio;
+        int count = at < group ? rows[at].pieces : 0;
+        if (count > 1) merge(piece_at(work, set.place.index * units), count, tile_row, output(tile_row));
     }
 }

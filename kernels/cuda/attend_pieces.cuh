@@ -1,10 +1,11 @@
 /* The pieces of attend_fast.cu: which keys a group of rows sees, and what a warp does with 64 of them.
  *
- * A leaf is 128 keys at an absolute multiple of 128, a unit some leaves at an absolute multiple of its size,
- * a cluster CLUSTER units. How many leaves make a unit is a row's own matter: as few as leave at most
- * `splits` units of the keys that it sees. So the units grow with the context and the grid stays full, and
- * still no bit of a row depends on the rows beside it: rows whose units differ are different sets. */
+ * A leaf is 128 keys at an absolute multiple of 128, a unit some leaves at an absolute multiple of its size.
+ * How many leaves make a unit is a row's own matter: as few as leave about `splits` units of the keys that it
+ * sees. So the units grow with the context and the grid stays full, and still no bit of a row depends on the
+ * rows beside it: rows whose units differ are different sets. */
 #pragma once
+#include "neighbours.cuh"
 #include "sm90.cuh"
 
 #ifndef HEAD
@@ -16,9 +17,6 @@
 #ifndef GROUP  // rows a group has at most
 #define GROUP 16
 #endif
-#ifndef CLUSTER
-#define CLUSTER 8
-#endif
 #ifndef TERMS  // bf16 numbers that make one probability: 2 keep 16 bits of it
 #define TERMS 2
 #endif
@@ -27,53 +25,49 @@
 #endif
 
 constexpr int LEAF = 128, HALF = LEAF / 2, THREADS = 256;
-constexpr int ROWS = 16 * TILES, RANK_ROWS = ROWS / CLUSTER;  // a block of a cluster finishes RANK_ROWS
+constexpr int ROWS = 16 * TILES;
 constexpr int SPREAD =
     4 / TILES;                   // warps that share a tile and a half: all score it, each has own components
 constexpr int UNITS = HEAD / 8;  // 16-byte units of a head
 constexpr int COLUMNS = HEAD / SPREAD, N = COLUMNS / 8;      // components of a warp, in tiles of 8
 constexpr int PART = 8 * COLUMN_TILES, PARTS = HALF / PART;  // keys of a warp's step
 constexpr int Q_BYTES = ROWS * HEAD * 2, LEAF_BYTES = LEAF * HEAD * 2;
-constexpr int K_AT = Q_BYTES, V_AT = K_AT + LEAF_BYTES, INBOX_AT = V_AT + LEAF_BYTES;  // of shared memory
-constexpr int LETTERS_AT = INBOX_AT + ROWS * HEAD * 4, ROWS_AT = LETTERS_AT + ROWS * 8,
-              SET_AT = ROWS_AT + GROUP * 24, SENT_AT = SET_AT + 88;  // SENT_AT: the mbarrier of what is sent
-constexpr int COUNTERS = 4096;                                       // u32 at the front of work
-constexpr int WHOLE = 1 << 20;                                       // leaves of a unit that is never cut
-constexpr float NO_KEY = -3e38f;  // the largest score of no key at all; finite: differences are
+constexpr int K_AT = Q_BYTES, V_AT = K_AT + LEAF_BYTES, ROWS_AT = V_AT + LEAF_BYTES,
+              SET_AT = ROWS_AT + GROUP * 24;  // of shared memory
+constexpr int COUNTERS = 4096;                // u32 at the front of work
+constexpr int WHOLE = 1 << 20;                // leaves of a unit that is never cut
+constexpr float NO_KEY = -3e38f;              // the largest score of no key at all; finite: differences are
 constexpr float LOG2_E = 1.4426950408889634f;
 
 /* Aligned no more than it needs: two blocks fill a multiprocessor to the last 128 bytes. */
-extern __shared__ __align__(16) char shared[];  // q, a leaf of K, a leaf of V, what the cluster sends, plans
+extern __shared__ __align__(16) char shared[];  // q, a leaf of K, a leaf of V, plans
 
 struct Rows {
     const int *slot, *pos, *begin, *end;
     int count, group, window, causal, splits;
 };
 
-/* A row of the group: its keys [first, last), where they lie, how they are cut. */
+/* A row of the group: its keys [first, last), where they lie, how they are cut: unit: leaves of one; base:
+ * the first one's number; pieces: how many. */
 struct Row {
-    int slot, first, last, unit, base;
-    int clusters;  // that its set has
+    int slot, first, last, unit, base, pieces;
 };
 
-/* What a block is: its kv head, its group's first row, which cluster of theirs, their number.
- */
+/* What a block is: its kv head, its group's first row, which unit of a set, how manyth group and head. */
 struct Place {
     int ratio, g, from, own, index;
 };
 
-/* Rows of a group that share a slot, the size of a unit and the first cluster; what this block has of them.
+/* Rows of a group that share a slot, the size of a unit and the first one; what this block has of them.
  * In shared memory, for registers are short: a warp makes it, all read it. */
 struct Set {
     Place place;
-    u32 left, members;              // rows without a set yet; rows of this one
-    int only, is_suspect;           // the row that this pass is for, -1: all; whether that will not do
-    int slot, clusters, most;       // most: clusters of any set so far that has several
-    int low, high;                  // keys that any of them sees
-    int shared_low, shared_high;    // keys that all of them see
-    int leaf_first, leaf_end;       // of this block
-    int first_source, last_source;  // blocks of this cluster that have keys
-    int phase;                      // of the mbarrier that counts what they send
+    u32 left, members;            // rows without a set yet; rows of this one
+    int only, is_suspect;         // the row that this pass is for, -1: all; whether that will not do
+    int slot, most;               // most: pieces of any row of the group
+    int low, high;                // keys that any of them sees
+    int shared_low, shared_high;  // keys that all of them see
+    int leaf_first, leaf_end;     // of this block
 
     /* One warp, a lane a row; all loads of a row are under way together. */
     __device__ __forceinline__ void start(Row* to, const Rows& rows, const Place& where) {
@@ -88,16 +82,18 @@ struct Set {
             }
             int leaves = (row.last - 1) / LEAF - row.first / LEAF + 1;
             row.unit = rows.splits ? max(1, (leaves + rows.splits - 1) / rows.splits) : WHOLE;
-            row.base = row.first / LEAF / row.unit / CLUSTER;
+            row.base = row.first / LEAF / row.unit;
+            if (row.first < row.last) row.pieces = (row.last - 1) / LEAF / row.unit - row.base + 1;
         }
         if (lane < GROUP) to[lane] = row;
         u32 seeing = __ballot_sync(FULL_WARP, row.first < row.last);
-        if (lane == 0) left = seeing, members = 0, clusters = 0, most = 0, phase = 0, place = where;
+        int pieces = __reduce_max_sync(FULL_WARP, row.pieces);
+        if (lane == 0) left = seeing, members = 0, most = pieces, place = where;
         __syncwarp();
     }
 
-    /* One warp. rank: of the block in its cluster. */
-    __device__ __forceinline__ void next(Row* rows, int rank) {
+    /* One warp. */
+    __device__ __forceinline__ void next(const Row* rows) {
         const int lane = thread_again() % 32, leader = __ffs(left) - 1;
         Row row = rows[lane % GROUP], first = rows[leader];
         bool is_mine =
@@ -107,18 +103,13 @@ struct Set {
         int to = __reduce_max_sync(FULL_WARP, is_mine ? row.last : 0);
         int last_from = __reduce_max_sync(FULL_WARP, is_mine ? row.first : 0);
         int first_to = __reduce_min_sync(FULL_WARP, is_mine ? row.last : 0x7fffffff);
-        int own = place.own, begin = (first.base + own) * CLUSTER, unit = begin + rank;
-        int first_unit = from / LEAF / first.unit, last_unit = (to - 1) / LEAF / first.unit;
-        int count = last_unit / CLUSTER - first.base + 1;
-        if (is_mine) rows[lane].clusters = count;
-        __syncwarp();
+        __syncwarp();  // a shuffle alone orders no memory
         if (lane) return;
-        left &= ~all, members = all, only = -1, is_suspect = 0, slot = first.slot, clusters = count;
-        if (count > 1) most = max(most, count);
+        int unit = first.base + place.own;
+        left &= ~all, members = all, only = -1, is_suspect = 0, slot = first.slot;
         low = from, high = to, shared_low = last_from, shared_high = first_to;
         leaf_first = max(unit * first.unit, from / LEAF);
-        leaf_end = own < count ? min((unit + 1) * first.unit, (to - 1) / LEAF + 1) : 0;
-        first_source = max(first_unit - begin, 0), last_source = min(last_unit - begin, CLUSTER - 1);
+        leaf_end = min((unit + 1) * first.unit, (to - 1) / LEAF + 1);
     }
 };
 
@@ -279,26 +270,59 @@ struct Meeting {
     }
 };
 
-/* Four components of a row: the largest score (times log2 e), the sum of 2^(score - m), sums of p v. */
-struct Piece {
-    float m = NO_KEY, l = 0.f;
-    float4 o = make_float4(0.f, 0.f, 0.f, 0.f);
+/* A sum of p v divided by that of p. Minus zero becomes zero: whether keys that a row does not see lay in its
+ * tile must not show. */
+__device__ __forceinline__ u32 divided(float x, float y, float r) {
+    return pack_bf16(__fadd_rn(__fmul_rn(x, r), 0.f), __fadd_rn(__fmul_rn(y, r), 0.f));
+}
 
-    __device__ __forceinline__ void add(float2 later, const float4& v) {
-        Meeting meet(m, later.x);
-        l = meet(l, later.y);
-        o = make_float4(meet(o.x, v.x), meet(o.y, v.y), meet(o.z, v.z), meet(o.w, v.w));
+/* The piece of a unit in the workspace: o of every tile row, then m and l. */
+constexpr int PIECE = ROWS * (HEAD + 2);
+__device__ __forceinline__ float* piece_at(float* work, int index) {
+    return work + COUNTERS + (size_t)index * PIECE;
+}
+
+/* A tile row of `count` pieces, the first at `pieces`, by a warp: a lane has HEAD / 32 components. Their
+ * weights are relative to the largest score of all, the sums run over the pieces in order. */
+__device__ __forceinline__ void merge(const float* pieces, int count, int tile_row, bf16* o) {
+    constexpr int OWN = HEAD / 32, BATCH = 16;  // pieces whose loads are under way together
+    const int lane = thread_again() % 32;
+    auto stat = [&](int c) {
+        const float* at = pieces + (size_t)min(c, count - 1) * PIECE + ROWS * HEAD + 2 * tile_row;
+        return c < count ? __ldcg((const float2*)at) : make_float2(NO_KEY, 0.f);
+    };
+    Neighbours<float, OWN> part[BATCH];
+    auto load = [&](int first) {
+#pragma unroll
+        for (int j = 0; j < BATCH; ++j) {
+            const float* at =
+                pieces + (size_t)min(first + j, count - 1) * PIECE + tile_row * HEAD + OWN * lane;
+            part[j].load_l2(at);
+        }
+    };
+    float2 own = stat(lane);
+    load(0);
+    float top = own.x;
+    for (int c = lane + 32; c < count; c += 32) top = fmaxf(top, stat(c).x);
+    top = warp_max(top);
+    float weight = 0.f, share = 0.f, l = 0.f, sum[OWN] = {};
+    for (int first = 0; first < count; first += BATCH) {
+        if (first % 32 == 0) {
+            if (first) own = stat(first + lane);
+            weight = exp2_fast(__fsub_rn(own.x, top)), share = __fmul_rn(own.y, weight);
+        }
+#pragma unroll
+        for (int j = 0; j < BATCH; ++j) {
+            float w = __shfl_sync(FULL_WARP, weight, (first + j) % 32);
+            float s = __shfl_sync(FULL_WARP, share, (first + j) % 32);
+            if (first + j >= count) continue;
+            l = __fadd_rn(l, s);
+#pragma unroll
+            for (int i = 0; i < OWN; ++i) sum[i] = __fmaf_rn(part[j].v[i], w, sum[i]);
+        }
+        if (first + BATCH < count) load(first + BATCH);
     }
-
-    /* Minus zero becomes zero: whether pieces without a key met a row must not show. */
-    __device__ __forceinline__ uint2 divided() const {
-        float r = __frcp_rn(l);
-        auto part = [&](float x) { return __fadd_rn(__fmul_rn(x, r), 0.f); };
-        return uint2{pack_bf16(part(o.x), part(o.y)), pack_bf16(part(o.z), part(o.w))};
-    }
-};
-
-/* The partial result of a cluster in the workspace: o of every tile row, then m and l. */
-__device__ __forceinline__ float* slot_at(float* work, int index) {
-    return work + COUNTERS + (size_t)index * ROWS * (HEAD + 2);
+    float r = __frcp_rn(l);
+#pragma unroll
+    for (int i = 0; i < OWN; i += 2) *(u32*)(o + OWN * lane + i) = divided(sum[i], sum[i + 1], r);
 }

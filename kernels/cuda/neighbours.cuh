@@ -17,6 +17,14 @@ struct alignas(sizeof(T) * Count) Neighbours {
         }
     }
 
+    /* At once, past L1: what other blocks of this launch wrote. 8 or 16 bytes. */
+    __device__ __forceinline__ void load_l2(const T* at) {
+        if constexpr (sizeof(T) * Count == 16)
+            *(float4*)v = __ldcg((const float4*)at);
+        else
+            *(float2*)v = __ldcg((const float2*)at);
+    }
+
     template <bool WHOLE>
     __device__ __forceinline__ void store(T* at, int there) const {
         if (WHOLE) {

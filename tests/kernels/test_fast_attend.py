@@ -88,15 +88,14 @@ def test_the_table_row_runs_fast(ops, rng):
 
 
 VARIANTS = {
-    "the default": {}, "uncut": {"cluster": 1, "splits": 0}, "clusters of 4": {"cluster": 4},
-    "64 keys a step": {"steps": 8}, "units of several leaves": {"cluster": 2, "splits": 2},
+    "the default": {}, "uncut": {"splits": 0}, "64 keys a step": {"steps": 8}, "units of several leaves": {"splits": 2},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("window", [0, 130])
 def test_one_row_has_the_bits_of_many(ops, rng, variant, window):
-    """Playbook 11, across edges of leaves, units and clusters: at some a block's rows are cut in different ways."""
+    """Playbook 11, across edges of leaves and units: at some a block's rows are cut in different ways."""
     for context in (1, 120, 250, 500, 1020):
         case = make(rng, range(context, context + 16), (4, 1, 64), window=window)
         many = call(ops, case, **VARIANTS[variant])
@@ -107,7 +106,7 @@ def test_one_row_has_the_bits_of_many(ops, rng, variant, window):
 
 
 def test_a_grid_for_few_keys_has_the_same_bits(ops, rng):
-    """What a graph of a context's bucket launches: no clusters past the keys. With and without a window, which may begin in any cluster."""
+    """What a graph of a context's bucket launches: no units past the keys. With and without a window, which may begin within a unit."""
     for context, window in ((120, 0), (1000, 0), (1400, 0), (2300, 0), (1400, 700)):
         case = make(rng, range(context, context + 16), (4, 1, 64), window=window)
         whole = call(ops, case, splits=24)
@@ -115,14 +114,27 @@ def test_a_grid_for_few_keys_has_the_same_bits(ops, rng):
             assert_same_bits(call(ops, case, splits=24, keys=keys), whole, f"{keys} keys at {context}")
 
 
-def test_many_clusters_merge(ops, rng):
-    """A context of three clusters, and one whose units are two leaves."""
-    for context, splits in ((2100, 24), (2040, 8)):
-        case = make(rng, range(context, context + 16), (4, 1, 64))
-        many = call(ops, case, splits=splits)
-        check(case, many)
-        for row in (0, 9, 15):
-            assert_same_bits(call(ops, some(case, [row]), splits=splits)[0], many[row])
+@pytest.mark.parametrize("context, rows, splits", [(2100, 16, 24), (2040, 16, 8), (4470, 4, 40)])
+def test_many_pieces_merge(ops, rng, context, rows, splits):
+    """Units of one and of two leaves, and more pieces than a warp has lanes; by all blocks, or by the one that came last."""
+    case = make(rng, range(context, context + rows), (4, 1, 64))
+    many = call(ops, case, splits=splits)
+    check(case, many)
+    assert_same_bits(call(ops, case, splits=splits, waits=False), many)
+    for row in (0, rows // 2, rows - 1):
+        assert_same_bits(call(ops, some(case, [row]), splits=splits)[0], many[row])
+
+
+def test_more_blocks_than_the_card_holds_do_not_wait(ops, rng, monkeypatch):
+    """Nor does any bit change."""
+    case = make(rng, range(1020, 1036), (4, 1, 64))
+    want, waits = call(ops, case), []
+    launch, held = ops.backend.launch, ops.backend.device.holds
+    monkeypatch.setattr(ops.backend, "launch", lambda *a, **k: (waits.append(a[5][-1]), launch(*a, **k)))
+    for share in (1, 1000):
+        monkeypatch.setattr(ops.backend.device, "holds", lambda *a, n=share: held(*a) // n)
+        assert_same_bits(call(ops, case), want)
+    assert waits == [True, False]
 
 
 def test_one_term_of_the_probabilities(ops, rng):
@@ -168,9 +180,9 @@ def test_what_a_later_row_of_the_block_holds_cannot_matter(ops, rng, other):
 
 def test_a_long_prompt_goes_in_one_launch(ops, rng):
     case = make(rng, range(200), (4, 1, 64))
-    whole = call(ops, case, cluster=1, splits=0)
+    whole = call(ops, case, splits=0)
     check(case, whole)
-    assert_same_bits(call(ops, some(case, range(130, 147)), cluster=1, splits=0), whole[130:147])
+    assert_same_bits(call(ops, some(case, range(130, 147)), splits=0), whole[130:147])
     check(case, call(ops, case))
 
 
@@ -211,7 +223,7 @@ def shapes():
 @pytest.mark.parametrize("arch", launch.ARCHES.values())
 def test_compiles_without_spills_and_two_blocks_fit(ops, arch, tmp_path):
     """What the compiler adds for alignment counts: 256 bytes once halved the blocks of 16 rows."""
-    prompt = attend_fast.Shape(64, 32, 8, 128, 1, 132, cluster=1, splits=0)
+    prompt = attend_fast.Shape(64, 32, 8, 128, 1, 132, splits=0)
     for shape in [*shapes(), prompt]:
         cubin, log = launch.compile_cubin(source.find("attend_fast.cu"), arch, shape.defines)
         used = launch.resources(log)["attend_fast"]

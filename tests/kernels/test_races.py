@@ -23,7 +23,7 @@ PLANTED = {
 # Some tests of the files whose kernels meet in shared memory.
 CHECKED = {
     "test_fast_gemm": "emulate and not 4096", "test_fast_bits": "emulate and every_cut",
-    "test_fast_attend": "emulate and (many_clusters or slots or later_row)", "test_fast_prefill": "emulate and not long",
+    "test_fast_attend": "emulate and (many_pieces and 2040 or slots or later_row)", "test_fast_prefill": "emulate and not long",
     "test_sample": "emulate-f32 and matches_oracle and 17-40-77", "test_plain": "emulate", "test_head": "emulate",
 }  # fmt: skip
 
