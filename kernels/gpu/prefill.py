@@ -19,10 +19,10 @@ HEADS = 8  # of a row, by one warp of qkv_prefill.cu
 # (tokens, row tiles of weights, stages) of a block; the bits are the same in all of a frame
 TILES = {
     "mma": ((64, 4, 4), (64, 8, 4), (128, 8, 3), (256, 8, 4)),
-    "wgmma": ((64, 4, 4), (64, 8, 4), (128, 8, 4), (256, 8, 4)),
+    "wgmma": ((64, 4, 4), (64, 8, 4), (128, 8, 6), (256, 8, 4)),
 }
 # Blocks of a tile that a multiprocessor holds, and what they take at K = 4096: us on an H100, of 16 to 2,048 rows.
-WAVES = {(64, 4, 4): (3, 36), (64, 8, 4): (2, 38), (128, 8, 4): (1, 37), (256, 8, 4): (1, 47)}
+WAVES = {(64, 4, 4): (3, 36), (64, 8, 4): (2, 38), (128, 8, 6): (1, 37), (256, 8, 4): (1, 47)}
 FRAME = "wgmma"  # where a card has both
 HAS_WGMMA = "sm_90a", "emulated"  # arches
 
