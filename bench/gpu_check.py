@@ -144,9 +144,9 @@ def exact_pair(g):
 
 
 def bf16_pair(g, **options):
-    """bf16 activations: drafted text is plain text for every width; golden ids up to the first close margin; speed."""
+    """bf16 activations: drafted text is plain text for every width; golden ids up to the first close margin."""
     engine = md.load(backend="cuda", activations="bf16", ctx=512, **options)
-    wrong, speed, taus = [], {"plain": [], "drafted": []}, []
+    wrong, taus = [], []
     for p in range(6):
         prompt = g[f"p{p}.input_ids"].tolist()
         plain = md.generate(engine, prompt, max_tokens=TOKENS, drafter=False)
@@ -156,15 +156,11 @@ def bf16_pair(g, **options):
             drafted = md.generate(engine, prompt, max_tokens=TOKENS, block=b, verify=v)
             if drafted.tokens != plain.tokens:
                 wrong.append(f"prompt {p} block {b} verify {v}: drafted text is not plain text")
-        plain = md.generate(engine, prompt, max_tokens=TOKENS, drafter=False)
-        drafted = md.generate(engine, prompt, max_tokens=TOKENS, block=16, verify=16)
-        for kind, result in (("plain", plain), ("drafted", drafted)):
-            speed[kind].append(len(result.tokens) / result.timing.decode_s)
-        taus.append(drafted.stats.tau)
+            if (b, v) == (16, 16):
+                taus.append(drafted.stats.tau)
     return {
         "mode": engine.ops.backend.mode, "wrong": wrong, "tau": round(float(np.mean(taus)), 3),
         "load_s": round(engine.load_s, 2), "jit_s": round(engine.jit_s, 2),
-        **{f"{kind}_tokens_per_s": round(float(np.median(rates)), 1) for kind, rates in speed.items()},
         "variants": dict(engine.ops.backend.variants),
     }  # fmt: skip
 

@@ -52,47 +52,60 @@ def cpu():
     )
 
 
+PARTS = {  # of a round: how it is called, which floor it has
+    "plain_round": ("plain round", "plain"), "verify_4": ("verify, 4 rows", "plain"),
+    "verify_16": ("verify, 16 rows", "plain"), "draft": ("draft with head", "draft"),
+    "round_16": ("whole round, block 16", "round"),
+    "round_16_sampled_top_p": ("the same, temperature 0.7, top-p 0.9", "round"),
+    "round_16_sampled_top_k": ("the same, top-k 50 too", "round"),
+}  # fmt: skip
+
+
 def gpu():
-    round_, older = load("round-h100"), load("lossless-qwen3-8b-h100")
+    round_, others = load("round-h100"), load("round-others-h100")
     embedded, attend = load("embedded-h100"), load("attend-nvidia-h100-80gb-hbm3")
-    shape = older["qwen3-8b"]  # of its lossless run
-    longest = max(round_, older, key=lambda found: found["qwen3-8b"]["prefill"]["tokens"])
-    prefill, prefill_at = longest["qwen3-8b"]["prefill"], longest["commit"]
-    at = round_["qwen3-8b"]["contexts"][0]
-    ms, floor = at["ms"], at["floor_ms"]
+    shape = round_["qwen3-8b"]
+    prefill = shape["prefill"]
+    at = next(one for one in shape["contexts"] if one["context"] == 2048)
     yield f"### GPU: one {round_['card']}, bf16, copy {round_['copy_tb_per_s']:.2f} TB/s in the same run"
     yield ""
     yield (
-        f"Qwen3-8B shape with random weights at context {at['context']} (`{round_['command']}`, {round_['commit']}; floors are "
-        "bytes over the copy):"
+        f"Qwen3-8B shape with random weights (`{round_['command']}`, {round_['commit']}), ms, and how much of it the floor is, "
+        "the bytes over the copy:"
     )
     yield ""
-    yield "| part | ms | floor ms | of floor |"
-    yield "|---|---|---|---|"
-    for name, time, least in (
-        ("plain round", ms["plain_round"], floor["plain"]),
-        ("verify, 16 rows", ms["verify_16"], floor["plain"]),
-        ("draft with head", ms["draft"], floor["draft"]),
-        ("whole round, block 16", ms["round_16"], floor["round"]),
-        ("the same, temperature 0.7, top-p 0.9", ms["round_16_sampled_top_p"], floor["round"]),
-        ("the same, top-k 50 too", ms["round_16_sampled_top_k"], floor["round"]),
-    ):
-        yield f"| {name} | {time:.2f} | {least:.2f} | {least / time:.0%} |"
-    yield f"| prefill, {prefill['tokens']} tokens ({prefill_at}) | {prefill['ms']:.0f} | | |"
+    yield "| context | " + " | ".join(str(one["context"]) for one in shape["contexts"]) + " |"
+    yield "|---|" + "---|" * len(shape["contexts"])
+    for part, (name, floor) in PARTS.items():
+        cells = [
+            f"{one['ms'][part]:.2f} ({one['floor_ms'][floor] / one['ms'][part]:.0%})"
+            for one in shape["contexts"]
+        ]
+        yield f"| {name} | " + " | ".join(cells) + " |"
+    yield ""
+    yield (
+        f"Injecting 16 rows into the drafter's caches takes {at['ms']['inject']:.2f} ms, a prompt of {prefill['tokens']} tokens "
+        f"{prefill['ms']:.0f} ms; between two rounds of the loop the GPU waits {shape['host_gap_us']:.1f} us."
+    )
+    yield ""
+    yield f"Other shapes at context 2048 (`{others['command']}`, {others['commit']}):"
+    yield ""
+    yield "| shape | plain round | verify, 16 rows | draft | whole round | floor of it | prompt of 2,048 |"
+    yield "|---|---|---|---|---|---|---|"
+    for name in ("qwen3-4b", "llama-3.1-8b", "smollm2-135m"):
+        one = others[name]["contexts"][-1]
+        ms, floor = one["ms"], one["floor_ms"]["round"]
+        yield (
+            f"| {name} | {ms['plain_round']:.2f} | {ms['verify_16']:.2f} | {ms['draft']:.2f} | {ms['round_16']:.2f} | "
+            f"{floor:.2f} ({floor / ms['round_16']:.0%}) | {others[name]['prefill']['ms']:.0f} |"
+        )
     yield ""
     yield from timeline()
-    yield ""
-    small = load("round-smollm2-h100")
-    times = small["smollm2-135m"]["contexts"][0]
-    yield (
-        f"SmolLM2-135M shape at context {times['context']} ({small['commit']}): plain {times['ms']['plain_round']:.2f} ms, round "
-        f"{times['ms']['round_16']:.2f} ms; between two rounds of the loop the GPU waits {small['smollm2-135m']['host_gap_us']:.1f} us."
-    )
     yield ""
     yield from loading()
     yield ""
     yield from prompts()
-    yield from peers(ms, prefill, prefill_at)
+    yield from peers(at["ms"], prefill)
     yield ""
     gemms = load("gemm-nvidia-h100-80gb-hbm3"), load("gemm-newer-cuts-h100")
     yield (
@@ -115,7 +128,7 @@ def gpu():
             f"{by[16]['cublas_us']:.1f} | {by[16]['cublas_us'] / many:.2f} |"
         )
     yield ""
-    yield f"Attention, us a call in a chain as in a layer, the variant in use (`{attend['command']}`, {attend['commit']}):"
+    yield f"Attention, us a call in a chain as in a layer, the variant in use then (`{attend['command']}`, {attend['commit']}):"
     yield ""
     yield "| H/G/K | rows | " + " | ".join(str(c) for c in CONTEXTS) + " |"
     yield "|---|---|" + "---|" * len(CONTEXTS)
@@ -130,10 +143,7 @@ def gpu():
             + " |"
         )
     yield ""
-    yield (
-        f"Embedded pair, `minidflash bench --backend cuda`, {embedded['max_tokens']} tokens at most, before the newest kernels and "
-        "before rounds were started ahead:"
-    )
+    yield f"Embedded pair (`{embedded['command']}`, {embedded['commit']}):"
     yield ""
     yield "| prompts | plain tok/s | drafted tok/s | over plain | tau |"
     yield "|---|---|---|---|---|"
@@ -147,26 +157,31 @@ def gpu():
     yield (
         f"Lossless there: {same['runs']} drafted runs of {len(same['prompts'])} prompts, {same['tokens_compared']} tokens, "
         f"{same['differing']} differ from plain decoding ({same['commit']}); {shape['lossless']['tokens']} tokens of the Qwen3-8B "
-        f"shape with every accepted length at blocks 4, 8 and 16: all the same ({older['commit']}). Of the newest kernels "
-        f"({load('lossless-embedded-part-h100')['commit']}) a part was run again: "
-        + ", ".join(
-            said_of(load(f"lossless-{name}-h100"))
-            for name in ("embedded-part", "sampled", "sampled-golden-bf16")
-        )
-        + "."
+        f"shape with every accepted length at blocks 4, 8 and 16: {is_same(shape['lossless'])} ({round_['commit']}). At a "
+        "temperature, own drafter and replay: " + ", ".join(said_of(*one) for one in SAMPLED.items()) + "."
     )
 
 
-def said_of(found):
-    what = "sampled" if found["settings"].get("seeds") else "greedy"
-    return f"{found['runs']} {what} runs, {found['tokens_compared']} tokens, {found['differing']} differ"
+SAMPLED = {
+    "lossless-sampled-h100": "of the embedded pair", "lossless-sampled-golden-bf16-h100": "of the golden pairs",
+    "lossless-sampled-golden-f32-h100": "of them in f32",
+}  # fmt: skip
+
+
+def is_same(found):
+    return "all the same" if all(found[f"block_{b}"]["is_same"] for b in (4, 8, 16)) else "NOT the same"
+
+
+def said_of(name, whose):
+    found = load(name)
+    return f"{found['runs']} runs {whose}, {found['tokens_compared']} tokens, {found['differing']} differ ({found['commit']})"
 
 
 def timeline():
     found = load("timeline-qwen3-8b-h100")
     round_ = found["round_16"]
     yield (
-        f"Where a round's {round_['us'] / 1e3:.2f} ms go ({found['commit']}, kernels that note the GPU's clock; a picture of a few "
+        f"Where a round's {round_['us'] / 1e3:.2f} ms went at Qwen3-8B shape, context 2048 ({found['commit']}, kernels that note the GPU's clock; a picture of a few "
         "layers is `bench/results/timeline-qwen3-8b-h100.svg`):"
     )
     yield ""
@@ -202,7 +217,7 @@ def prompts():
     yield ""
 
 
-def peers(ms, prefill, prefill_at):
+def peers(ms, prefill):
     found = load("peer-h100")
     versions = found["versions"]
     step, token = found["dflash_step_ms"]["median"], found["transformers_token_ms"]["median"]
@@ -210,7 +225,7 @@ def peers(ms, prefill, prefill_at):
         f"In another run on such a card, weights of the same shape, context {found['context']} (`bench/peer.py`, {found['commit']}): a step of the "
         f"public dflash {found['dflash']} loop takes {step:.1f} ms, {step / ms['round_16']:.1f} times our round; a token of "
         f"transformers' own generate {token:.1f} ms, {token / ms['plain_round']:.1f} times our plain round; the prompt's pass "
-        f"{found['dflash_prefill_ms']['median']:.0f} ms, ours {prefill['ms']:.0f} ms ({prefill_at}; torch {versions['torch']}, transformers "
+        f"{found['dflash_prefill_ms']['median']:.0f} ms, ours {prefill['ms']:.0f} ms (torch {versions['torch']}, transformers "
         f"{versions['transformers']})."
     )
 
