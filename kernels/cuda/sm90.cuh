@@ -24,17 +24,8 @@ __device__ __forceinline__ uint4 load_stream(const void* global) {
     return v;
 }
 
-__device__ __forceinline__ void prefetch_l1(const void* global) {
-    asm volatile("prefetch.global.L1 [%0];" ::"l"(global));
-}
-
 __device__ __forceinline__ void prefetch_l2(const void* global) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
-}
-
-/* Ask for a piece of memory in L2 before its kernel needs it. 16-byte aligned, bytes a multiple of 16. */
-__device__ __forceinline__ void bulk_prefetch_l2(const void* global, u32 bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
 }
 
 // ---- matrix tiles ----
@@ -160,13 +151,6 @@ __device__ __forceinline__ void store_async(u32 to, const float4& v, u32 barrier
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::
             "r"(to),
         "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier)
-        : "memory");
-}
-
-__device__ __forceinline__ void store_async(u32 to, const float2& v, u32 barrier) {
-    asm volatile(
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(to),
-        "f"(v.x), "f"(v.y), "r"(barrier)
         : "memory");
 }
 

@@ -15,13 +15,7 @@ inline uint4 load_stream(const void* global) {
     return *(const uint4*)global;
 }
 
-inline void prefetch_l1(const void*) {}
 inline void prefetch_l2(const void*) {}
-
-inline void bulk_prefetch_l2(const void* global, u32 bytes) {
-    emulate::aligned(global, 16, "bulk_prefetch_l2");
-    if (bytes % 16) emulate::fail("bulk_prefetch_l2: %u bytes is not a multiple of 16", bytes);
-}
 
 inline void mma_bf16(float (&d)[4], const uint4& a, u32 b0, u32 b1, EMULATE_SITE) {
     emulate::Mma mine{{a.x, a.y, a.z, a.w}, {b0, b1}, d};
@@ -100,12 +94,11 @@ inline bool mbarrier_try_wait(u64* barrier, u32 parity, EMULATE_SITE) {
     return emulate::mbarrier_test((uint64_t*)barrier, parity, site);
 }
 inline u32 cluster_address(const void* shared, u32 rank) { return rank << 24 | shared_address(shared); }
-template <class T>
-void store_async(u32 to, const T& v, u32 barrier, EMULATE_SITE) {
+inline void store_async(u32 to, const float4& v, u32 barrier, EMULATE_SITE) {
     if (to >> 24 != barrier >> 24) emulate::fail("store_async: the barrier is another block's");
     char* own = emulate_self->shared + (to & 0xffffff);
-    emulate::aligned(own, sizeof(T), "store_async");
-    emulate::remote_store(own, &v, sizeof(T), (uint64_t*)(emulate_self->shared + (barrier & 0xffffff)),
+    emulate::aligned(own, sizeof v, "store_async");
+    emulate::remote_store(own, &v, sizeof v, (uint64_t*)(emulate_self->shared + (barrier & 0xffffff)),
                           to >> 24, site);
 }
 inline bool mbarrier_try_wait_cluster(u64* barrier, u32 parity, EMULATE_SITE) {
