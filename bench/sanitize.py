@@ -4,7 +4,7 @@
 
 A part is a file of tests/kernels: at most --most of its tests, some of every function, of small shapes (not BIG); `round`
 is whole rounds of a toy model, plain and drafted. Each check must also find the mistake planted for it. Exit code 1
-unless all is clean. Writes bench/results/sanitizer.json, or into $OUT.
+unless all is clean. Writes bench/results/NAME.json, or into $OUT.
 """
 
 import argparse
@@ -152,6 +152,7 @@ def main():
     parser.add_argument("--most", type=int, default=16, help="tests of a part at most")
     parser.add_argument("--jobs", type=int, default=12, help="processes at a time")
     parser.add_argument("--seconds", type=float, default=90, help="a part at most")
+    parser.add_argument("--name", default="sanitizer", help="of the file of results")
     args = parser.parse_args()
     if args.inside:
         return inside(args.inside)
@@ -165,7 +166,7 @@ def main():
         whole["is_clean"] &= one["is_clean"]
         whole["passed"] += one["passed"] if part != "planted" else 0
         whole["parts"][part] = {key: one[key] for key in ("is_clean", "passed", "seconds", "words")}
-    print(record.write("sanitizer", {"compute_sanitizer": version.splitlines()[-1], "checks": found}))
+    print(record.write(args.name, {"compute_sanitizer": version.splitlines()[-1], "checks": found}))
     return int(not all(one["is_clean"] for one in found.values()))
 
 
