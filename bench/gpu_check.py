@@ -29,7 +29,12 @@ from minidflash.measure import read_prompts
 
 PARTS = {
     "kernels": ["tests/kernels/test_*.py"],
-    "golden": ["tests/test_golden*.py", "tests/test_invariance.py", "tests/test_lossless.py"],
+    "golden": [
+        "tests/test_golden*.py",
+        "tests/test_invariance.py",
+        "tests/test_lossless.py",
+        "tests/test_true_shape.py",
+    ],
     "sampling": ["tests/test_sampling*.py"],
 }
 PAIR = "pair", "tau"
