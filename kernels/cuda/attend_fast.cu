@@ -3,10 +3,11 @@
  *         grid serves every context. 8 warps: 16 tile rows x 64 keys of each leaf, a row's query heads side
  *         by side; few rows share a tile among warps by components. A row of several units has a piece of
  *         each in the workspace. Once all are there they are merged: by all blocks of the group and head, a
- *         warp a row, where the card holds the whole grid at once (`waits`), else by the block that came
- * last. Moves:  K and V of the keys that a set sees, once: keys * G * HEAD * 4 bytes; a piece of ROWS rows a
- * unit through L2. Source: Dao 2023 (FlashAttention-2), Flash-Decoding 2023; the cut at absolute keys:
- * attend_pieces.cuh. Truth:  oracle.py attend. */
+ *         warp a row, where the card holds the whole grid at once (`waits`), else by the last to come.
+ * Moves:  K and V of the keys that a set sees, once: keys * G * HEAD * 4 bytes; a piece of ROWS rows a unit
+ *         through L2.
+ * Source: Dao 2023 (FlashAttention-2), Flash-Decoding 2023; the cut at absolute keys: attend_pieces.cuh.
+ * Truth:  oracle.py attend. */
 #include "attend_pieces.cuh"
 
 /* A unit's sums of the tile rows: a piece, or the output where the row has no other. 16 bytes at a time: of
@@ -32,11 +33,7 @@ __device__ __forceinline__ void keep(const Set& set, const Row* rows, const floa
     if (pieces > 1 && set.place.own < pieces && warp % SPREAD == 0 && half == 0 && lane % 4 < 2)
         __stcg((float2*)(piece + ROWS * HEAD) + tile_row, sums);
     float* const to = piece + tile_row * HEAD + d;
-    bf16* const whole =
-        o +
-        ((size_t)(set.place.from + row) * H + set.place.g * set.place.ratio + tile_row % set.place.ratio) *
-            HEAD +
-        d;
+    bf16* const whole = output_at(o, H, set.place, tile_row) + d;
     const float r = __frcp_rn(sums.y);
 #pragma unroll
     for (int n = 0; n < N / 2; ++n) {
@@ -69,6 +66,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                 int T, int H, int G, int S, int group, int splits, int units, int waits) {
     Row* const rows = (Row*)(shared + ROWS_AT);
     Set& set = *(Set*)(shared + SET_AT);
+    static_assert(sizeof(Set) <= SET_BYTES);
     const int g = blockIdx.x % G, groups = (T + group - 1) / group;
     // In the grid, units come last: those with keys start first.
     const int from = blockIdx.x / G % groups * group, own = blockIdx.x / G / groups;
@@ -175,16 +173,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         if (thread_again() / 32 == 0) set.next(rows);
         __syncthreads();
     }
-    auto output = [&](int tile_row) {
-        return o + ((size_t)(set.place.from + tile_row / set.place.ratio) * H +
-                    set.place.g * set.place.ratio + tile_row % set.place.ratio) *
-                       HEAD;
-    };
     if (set.place.own == 0) {  // rows that see nothing
         for (int i = thread_again(); i < ROWS * HEAD / 4; i += THREADS) {
             int tile_row = i / (HEAD / 4), at = tile_row / set.place.ratio;
             if (at < group && set.place.from + at < T && !rows[at].pieces)
-                *(uint2*)(output(tile_row) + i % (HEAD / 4) * 4) = uint2{0, 0};
+                *(uint2*)(output_at(o, H, set.place, tile_row) + i % (HEAD / 4) * 4) = uint2{0, 0};
         }
     }
     if (set.most < 2) return;
@@ -196,9 +189,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         __syncthreads();
         if (thread_again() / 32 == 0) {
             if (lane_index() == 0) red_add_release(counter, 1);
-            while (load_acquire(counter) != units) {
-            }
-            __syncwarp();
+            warp_wait_for(counter, units);
             // Nobody waits any more once all have come here.
             if (lane_index() == 0 && atomicAdd(counter + 1, 1u) == units - 1) counter[0] = counter[1] = 0;
         }
@@ -210,6 +201,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     for (int i = thread_again() / 32; first + step * i < ROWS; i += THREADS / 32) {
         int tile_row = first + step * i, at = tile_row / set.place.ratio;
         int count = at < group ? rows[at].pieces : 0;
-        if (count > 1) merge(piece_at(work, set.place.index * units), count, tile_row, output(tile_row));
+        if (count > 1)
+            merge(piece_at(work, set.place.index * units), count, tile_row,
+                  output_at(o, H, set.place, tile_row));
     }
 }

@@ -33,10 +33,10 @@ constexpr int COLUMNS = HEAD / SPREAD, N = COLUMNS / 8;      // components of a 
 constexpr int PART = 8 * COLUMN_TILES, PARTS = HALF / PART;  // keys of a warp's step
 constexpr int Q_BYTES = ROWS * HEAD * 2, LEAF_BYTES = LEAF * HEAD * 2;
 constexpr int K_AT = Q_BYTES, V_AT = K_AT + LEAF_BYTES, ROWS_AT = V_AT + LEAF_BYTES,
-              SET_AT = ROWS_AT + GROUP * 24;  // of shared memory
-constexpr int COUNTERS = 4096;                // u32 at the front of work
-constexpr int WHOLE = 1 << 20;                // leaves of a unit that is never cut
-constexpr float NO_KEY = -3e38f;              // the largest score of no key at all; finite: differences are
+              SET_AT = ROWS_AT + GROUP * 24, SET_BYTES = 80;  // of shared memory
+constexpr int COUNTERS = 4096;                                // u32 at the front of work
+constexpr int WHOLE = 1 << 20;                                // leaves of a unit that is never cut
+constexpr float NO_KEY = -3e38f;  // the largest score of no key at all; finite: differences are
 constexpr float LOG2_E = 1.4426950408889634f;
 
 /* Aligned no more than it needs: two blocks fill a multiprocessor to the last 128 bytes. */
@@ -57,6 +57,12 @@ struct Row {
 struct Place {
     int ratio, g, from, own, index;
 };
+
+/* Where a tile row's output lies. */
+__device__ __forceinline__ bf16* output_at(bf16* o, int H, const Place& place, int tile_row) {
+    int t = place.from + tile_row / place.ratio, head = place.g * place.ratio + tile_row % place.ratio;
+    return o + ((size_t)t * H + head) * HEAD;
+}
 
 /* Rows of a group that share a slot, the size of a unit and the first one; what this block has of them.
  * In shared memory, for registers are short: a warp makes it, all read it. */

@@ -191,6 +191,14 @@ __device__ __forceinline__ bool last_to_arrive(u32* counter, u32 total) {
     return __syncthreads_or(is_last);
 }
 
+/* By a warp, until so many have arrived at the counter (red_add_release); it then sees what they wrote
+ * before. Blocks that wait for each other must be on the card together. */
+__device__ __forceinline__ void warp_wait_for(const u32* counter, u32 count) {
+    while (load_acquire(counter) != count) {
+    }
+    __syncwarp();
+}
+
 /* All blocks of a cooperative launch meet. The counter starts at zero once and is never reset: each meeting
  * adds 2^31 in all, so its top bit turns over when the last block has come and the rest is zero again. */
 __device__ __forceinline__ void grid_sync(u32* counter) {

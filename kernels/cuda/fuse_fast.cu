@@ -65,9 +65,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     if (threadIdx.x == 0) red_add_release(counters + tiles, 1);
     int step = gridDim.x * (THREADS / 32);
     for (int item = blockIdx.x + warp_index() * gridDim.x; item < rows * PARTS; item += step) {
-        while (load_acquire(counters + tiles) != gridDim.x) {
-        }
-        __syncwarp();
+        warp_wait_for(counters + tiles, gridDim.x);
         size_t at = (size_t)(item / PARTS) * outputs;
         norm_part(y + at, norm, f + at, outputs, item % PARTS, eps);
     }

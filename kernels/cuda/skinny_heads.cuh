@@ -112,9 +112,7 @@ __device__ __forceinline__ void finish_head(const Task& task, const Heads& heads
         norm[m] = both(how.norm, m);
         turn[m] = p < pairs ? make_float2(cos[p], sin[p]) : make_float2(1.f, 0.f);
     }
-    while (load_acquire(counter) != heads.tiles_of(head) * parts_of(task)) {
-    }
-    __syncwarp();
+    warp_wait_for(counter, heads.tiles_of(head) * parts_of(task));
     const float* sums = head_sums(task, work, heads.base(head), 0, token);
     int from[LANE_PAIRS][2];
 #pragma unroll

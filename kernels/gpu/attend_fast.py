@@ -59,8 +59,10 @@ def attend(
     count = shape.rows_a_pass(work.size) if shape.splits else rows  # uncut needs no workspace
     if not count:
         return None
-    function = backend.device.function("attend_fast.cu", "attend_fast", shape.defines)
-    held = backend.device.holds(function, THREADS, shape.shared)
+    held = 0  # blocks that may wait for each other
+    if waits and shape.splits:
+        function = backend.device.function("attend_fast.cu", "attend_fast", shape.defines)
+        held = backend.device.holds(function, THREADS, shape.shared)
     for first in range(0, rows, count):
         here = slice(first, min(first + count, rows))
         part = [a[here] for a in (q, slot, pos, begin, end)]
@@ -68,7 +70,7 @@ def attend(
         grid = -(-total // shape.group) * groups * shape.units
         args = [
             part[0], cache_k, cache_v, *part[1:], window, causal, scale, work, o[here], total, heads, groups, room,
-            shape.group, shape.splits, shape.units, waits and grid <= held,
+            shape.group, shape.splits, shape.units, grid <= held,
         ]  # fmt: skip
         backend.launch(
             "attend_fast.cu", "attend_fast", grid, THREADS, shape.shared, args, shape.defines,
