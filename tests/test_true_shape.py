@@ -1,15 +1,17 @@
 """One layer of true shape, SmolLM2-135M's and Qwen3-8B's, on the fast GPU kernels against the oracle."""
 
+from functools import cache
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from minidflash.layers import run_layer
-from minidflash.state import Rows
+from minidflash.state import make_state
 from tests.cases import Make, put
 from tests.compare import assert_same_bits, real
 from tests.conftest import open_or_skip, parameters
+from tests.models import place
 
 # D, heads, kv heads, head size, F, q/k norm, theta
 SHAPES = {
@@ -23,23 +25,20 @@ CLOSE = 0.01  # of what the layer adds: bf16 rounds q, k, v, h and the attention
 @pytest.fixture(scope="module")
 def layer():
     """name of a shape -> its layer's inputs on the host, made once."""
-    made = {}
+    return cache(inputs_of)
 
-    def make(name):
-        if name not in made:
-            D, H, G, K, F, has_norms, theta = SHAPES[name]
-            make = Make(np.random.default_rng(1), "bf16")
-            weights = {"q": [make.w(H * K, D)], "kv": [make.w(G * K, D), make.w(G * K, D)], "o": [make.w(D, H * K)],
-                       "gate_up": [make.w(F, D), make.w(F, D)], "down": [make.w(D, F)]}  # fmt: skip
-            norms = {name: make.v(D, around=1.0) for name in ("attn_norm", "mlp_norm")}
-            if has_norms:
-                norms |= {name: make.v(K, around=1.0) for name in ("q_norm", "k_norm")}
-            caches = [make.a(1, G, CONTEXT + ROWS, K) for _ in range(2)]
-            tables = make.tables(CONTEXT + ROWS, K // 2, theta)
-            made[name] = weights, norms, caches, tables, make.a(ROWS, D)
-        return made[name]
 
-    return make
+def inputs_of(name):
+    """(weights, norms, [keys, values], tables, x), random."""
+    D, H, G, K, F, has_norms, theta = SHAPES[name]
+    make = Make(np.random.default_rng(1), "bf16")
+    weights = {"q": [make.w(H * K, D)], "kv": [make.w(G * K, D), make.w(G * K, D)], "o": [make.w(D, H * K)],
+               "gate_up": [make.w(F, D), make.w(F, D)], "down": [make.w(D, F)]}  # fmt: skip
+    norms = {role: make.v(D, around=1.0) for role in ("attn_norm", "mlp_norm")}
+    if has_norms:
+        norms |= {role: make.v(K, around=1.0) for role in ("q_norm", "k_norm")}
+    caches = [make.a(1, 1, G, CONTEXT + ROWS, K) for _ in range(2)]
+    return weights, norms, caches, make.tables(CONTEXT + ROWS, K // 2, theta), make.a(ROWS, D)
 
 
 class Layer:
@@ -47,30 +46,28 @@ class Layer:
 
     def __init__(self, ops, name, inputs):
         weights, norms, self.caches, tables, self.x = inputs
-        self.ops, self.shape = ops, SHAPES[name]
+        self.ops = ops
         self.w = {role: ops.backend.weight(parts, role) for role, parts in weights.items()}
-        self.w |= {role: self.put(values, "f32") for role, values in norms.items()}
-        self.tables = [self.put(table, "f32") for table in tables]
+        self.w |= {role: put(ops, values, "f32") for role, values in norms.items()}
+        self.tables = [put(ops, table, "f32") for table in tables]
+        D, H, G, K, F, *_ = SHAPES[name]
+        self.config = SimpleNamespace(
+            layers=1, width=D, heads=H, kv_heads=G, head_size=K, ffn=F, vocab=16, eps=1e-6
+        )
 
-    def put(self, values, kind):
-        if kind == "A" and self.ops.activations == "f32":
-            values = real(values).astype(np.float32)
-        return put(self.ops, values, kind)
-
-    def run(self, caches=None, rows=slice(None)):
-        """x after the layer, and the caches, as the backend stores them. rows: which of them run."""
-        ops, (D, H, G, K, F, *_) = self.ops, self.shape
-        keys, values = (self.put(cache, "A") for cache in caches or self.caches)
-        pos, count = np.arange(CONTEXT, CONTEXT + ROWS, dtype=np.int32)[rows], len(self.x[rows])
-        none = np.zeros(count, np.int32)
-        i32 = [self.put(column, "i32") for column in (none, none, pos, pos, pos + 1, none - 1)]
-        buffers = [ops.array(shape, "A") for shape in ((count, H, K), (count, H, K), (count, F))]
-        state = Rows(*i32, self.put(self.x[rows], "A"), *buffers)
-        sizes = (D, (H + 2 * G) * K), (H * K, D), (D, 2 * F), (F, D), (H * K, 0)
-        work = ops.array((max(ops.backend.work_size(count, *size) for size in sizes),), "f32")
-        config = SimpleNamespace(eps=1e-6, head_size=K)
-        run_layer(ops, config, self.w, self.tables, state, keys, values, state.pos, 0, 1, work)
-        return [ops.download(buffer) for buffer in (state.x, keys, values)]
+    def run(self, caches=None, first=0, count=ROWS):
+        """x after the layer, and the caches, as the backend stores them, of `count` rows from `first` on."""
+        ops, config = self.ops, self.config
+        s = make_state(ops, config, None, frozenset(), 1, CONTEXT + ROWS - 1, 1, count)
+        place(ops, s.rows, range(count), CONTEXT + first)
+        values = [self.x[first : first + count], *(caches or self.caches)]
+        buffers = [s.rows.x, s.cache_k, s.cache_v]
+        for buffer, value in zip(buffers, values, strict=True):
+            ops.upload(buffer, real(value).astype(np.float32) if ops.activations == "f32" else value)
+        run_layer(
+            ops, config, self.w, self.tables, s.rows, s.cache_k[0], s.cache_v[0], s.rows.pos, 0, 1, s.work
+        )
+        return [ops.download(buffer) for buffer in buffers]
 
 
 def off(got, want, before):
@@ -93,8 +90,8 @@ def test_a_layer_matches_the_oracle(ops, layer, name):
     assert off(got[0], want[0], x) < CLOSE
     for mine, theirs, before in zip(got[1:], want[1:], caches, strict=True):
         new = slice(CONTEXT, None)
-        assert off(mine[:, :, new], theirs[:, :, new], before[:, :, new]) < CLOSE
-        assert_same_bits(mine[:, :, :CONTEXT], before[:, :, :CONTEXT], "keys from before")
+        assert off(mine[..., new, :], theirs[..., new, :], before[..., new, :]) < CLOSE
+        assert_same_bits(mine[..., :CONTEXT, :], before[..., :CONTEXT, :], "keys from before")
 
 
 @on_gpu_backends
@@ -105,6 +102,6 @@ def test_a_layer_shows_whose_keys_it_reads_and_no_neighbours(ops, layer):
     _, _, (keys, values), _, x = inputs
     fast = Layer(ops, name, inputs)
     right = fast.run()
-    assert off(fast.run([keys[:, ::-1], values])[0], right[0], x) > 3 * CLOSE
-    alone = fast.run(right[1:], slice(2, 3))  # it sees the keys of the rows before it
+    assert off(fast.run([keys[:, :, ::-1], values])[0], right[0], x) > 3 * CLOSE
+    alone = fast.run(right[1:], 2, 1)  # it sees the keys of the rows before it
     assert_same_bits(alone[0], right[0][2:3], "one row alone")
