@@ -58,12 +58,16 @@ PYTEST = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprov
 TOGETHER = 50  # tests of a process at most: a long file has several
 
 
+def names_of(path, *words):
+    """Names of the GPU tests of a file. words: more of pytest's."""
+    command = [*PYTEST, "--collect-only", *words, str(path)]
+    found = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True).stdout
+    return [name for name in found.splitlines() if "::" in name]
+
+
 def tests_of(path):
     """[(path, names of GPU tests)]: what a process of its own runs."""
-    found = subprocess.run(
-        [*PYTEST, "--collect-only", str(path)], check=False, cwd=ROOT, capture_output=True, text=True
-    ).stdout.splitlines()
-    names = [name for name in found if "::" in name]
+    names = names_of(path)
     count = -(-len(names) // TOGETHER)
     return [(path, names[i * len(names) // count : (i + 1) * len(names) // count]) for i in range(count)]
 

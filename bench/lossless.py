@@ -58,6 +58,7 @@ def main():
     parser.add_argument("--name", default="lossless-cpu")
     args = parser.parse_args()
     settings = {key: value for key, value in vars(args).items() if key not in ("seconds", "jobs")}
+    facts = device(md.ops(args.backend))
     done, written = earlier(args.name, settings), time.perf_counter()
     wanted = [
         (pair, name, number)
@@ -72,9 +73,9 @@ def main():
         else:
             done[name] = row
         if time.perf_counter() - written > 5:
-            write(args.name, settings, done)
+            write(args.name, settings, done, facts)
             written = time.perf_counter()
-    path = write(args.name, settings, done)
+    path = write(args.name, settings, done, facts)
     found = json.loads(path.read_text())
     print(path.name, found["runs"], "runs,", found["differing"], "differ")
     is_short = args.tokens * max(1, args.seeds) < 136  # what one deck of all lengths at block 16 takes
@@ -87,11 +88,16 @@ def open_pair(pair, backend, activations, chunk):
     return md.load(ctx=1024, **options) if pair == "embedded" else load(pair, None, **options)
 
 
+@cache
+def first_prompts(count):
+    return read_prompts()[:count]
+
+
 def names(args, pair):
     """What the texts are called, by number: the prompts, or seeds."""
     if args.seeds:
         return [f"{pair} seed {number}" for number in range(args.seeds)]
-    return [prompt.get("id", str(number)) for number, prompt in enumerate(read_prompts()[: args.prompts])]
+    return [prompt.get("id", str(number)) for number, prompt in enumerate(first_prompts(args.prompts))]
 
 
 def rows_of(args, wanted):
@@ -110,7 +116,7 @@ def one_text(args, end, text):
     if time.time() > end:
         return None
     engines = {chunk: open_pair(pair, args.backend, args.activations, chunk) for chunk in args.chunks}
-    prompts = read_prompts()[: args.prompts]
+    prompts = first_prompts(args.prompts)
     prompt = prompts[number % len(prompts)]
     given = prompt.get("tokens") or prompt["prompt"]
     if pair != "embedded":
@@ -197,7 +203,7 @@ def total(done, which):
     return counts(found)
 
 
-def write(name, settings, done):
+def write(name, settings, done, facts):
     accepted = total(done, "accepted_replay")
     return record.write(
         name,
@@ -211,7 +217,7 @@ def write(name, settings, done):
             "prompts": done,
         },
         settings=settings,
-        **device(md.ops(settings["backend"])),
+        **facts,
     )
 
 

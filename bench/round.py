@@ -13,7 +13,7 @@ from statistics import median
 
 import numpy as np
 import record
-from shapes import SHAPES, pass_bytes, random_engine
+from shapes import SHAPES, fill_caches, pass_bytes, random_engine, set_context
 
 import minidflash as md
 from minidflash import drafter as draft
@@ -51,19 +51,34 @@ def copy_bandwidth(ops):
     return 2 * 2**30 / median(times)
 
 
-def parts(engine, s, context, repeat):
-    """Milliseconds of every part of a round at a context: {name: median}."""
+def passes(engine, s):
+    """{name: what is recorded} of a round's parts."""
     ops, taps = engine.ops, engine.drafter.config.taps
 
-    def place():
-        for buffer, value in ((s.start, context), (s.fresh, 0), (s.done, 0), (s.left, 10**6), (s.anchor, 5)):
-            ops.upload(buffer, np.array([value], np.int32))
+    def verify(v):
+        return lambda: verifier.verify(ops, engine.target, s, v, taps, device_ids(ops, range(v)))
 
-    def timed(fn, together=1):
+    return {
+        **{f"verify_{v}": verify(v) for v in (1, 4, 16)},
+        "draft": lambda: draft.draft(ops, engine, s, device_ids(ops, range(1, s.block))),
+        "inject": lambda: draft.inject_fresh(ops, engine.drafter, s),
+        "plain_round": lambda: one_round(engine, s, False, 1, False),
+        "round_16": lambda: one_round(engine, s, True, s.block, True),
+    }
+
+
+# Several launches a timing: the host's turn is then a part of what it is in the loop, whose gap is reported apart.
+TOGETHER = {"draft": 10, "inject": 20}
+
+
+def parts(engine, s, context, repeat):
+    """Milliseconds of every part of a round at a context: {name: median}."""
+    ops = engine.ops
+
+    def timed(fn, together=5):
         program, times = ops.program(fn, ops.bucket(context + 2 * s.block)), []
         for i in range(repeat + 3):
-            place()
-            ops.download(s.start)
+            set_context(ops, s, context)
             since = time.perf_counter()
             for _ in range(together):
                 program.launch()
@@ -72,18 +87,7 @@ def parts(engine, s, context, repeat):
                 times.append((time.perf_counter() - since) / together)
         return round(1e3 * median(times), 4)
 
-    def verify(v):
-        return lambda: verifier.verify(ops, engine.target, s, v, taps, device_ids(ops, range(v)))
-
-    def drafted():
-        draft.draft(ops, engine, s, device_ids(ops, range(1, s.block)))
-
-    # Several launches a timing: the host's turn is then a part of what it is in the loop, whose gap is reported apart.
-    found = {f"verify_{v}": timed(verify(v), 5) for v in (1, 4, 16)}
-    found["draft"] = timed(drafted, 10)
-    found["inject"] = timed(lambda: draft.inject_fresh(ops, engine.drafter, s), 20)
-    found["plain_round"] = timed(lambda: one_round(engine, s, False, 1, False), 5)
-    found["round_16"] = timed(lambda: one_round(engine, s, True, s.block, True), 5)
+    found = {name: timed(fn, TOGETHER.get(name, 5)) for name, fn in passes(engine, s).items()}
     warm, filtered = {"temperature": 0.7}, {"temperature": 0.7, "top_p": 0.9}
     for name, law in {
         "sampled": warm,
@@ -91,7 +95,7 @@ def parts(engine, s, context, repeat):
         "sampled_top_k": filtered | {"top_k": 50},
     }.items():
         Sampling.of(law).place(ops, s, 0)
-        found[f"round_16_{name}"] = timed(lambda: one_round(engine, s, True, s.block, True, "drawn"), 5)
+        found[f"round_16_{name}"] = timed(lambda: one_round(engine, s, True, s.block, True, "drawn"))
     found["round_16_with_host"] = timed(lambda: one_round(engine, s, True, s.block, True), 1)
     return found
 
@@ -125,13 +129,7 @@ def measure(ops, name, contexts, repeat, bandwidth, tokens, prompt):
     found = {"weights_gb": round(nbytes / 1e9, 3)}
     request = Request.of(engine, list(range(1, prompt + 1)), {"max_tokens": 8})
     s = reserve(engine, request)
-    rng = np.random.default_rng(1)
-    for cache in (s.cache_k, s.cache_v, s.drafter_k, s.drafter_v):
-        for layer in range(len(cache)):
-            bits = rng.integers(0, 2**16, cache[layer].shape, np.uint16) & 0x81FF | 0x3E00
-            if ops.activations == "f32":
-                bits = (bits.astype(np.uint32) << 16).view(np.float32)
-            ops.upload(cache[layer], bits)
+    fill_caches(ops, s)
     target, drafter = pass_bytes(engine.target), pass_bytes(engine.drafter)
     head = engine.target.weights["head"].nbytes
     item = 2 if ops.activations == "bf16" else 4

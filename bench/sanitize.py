@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import record
+from gpu_check import PYTEST, names_of
 
 CHECKS = "memcheck", "racecheck", "synccheck"
 LONG = (
@@ -46,7 +47,6 @@ OTHERS = (
 )  # no kernels, or none on a GPU
 PARTS = [file.stem.removeprefix("test_") for file in (ROOT / "tests" / "kernels").glob("test_*.py")]
 PARTS = [*LONG, *sorted(set(PARTS) - {*LONG, *OTHERS}), "round"]
-PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
 BIG = "long or many or fit or 4096"
 # One mistake for each check, which it must report: a write past the end; a read of what another warp writes; a lane that
 # its own mask leaves out.
@@ -99,12 +99,9 @@ def command(part, most):
 @cache
 def some_tests(part, most):
     """Names of at most so many tests of a file, in turn from each of its functions; the same at every run."""
-    words = [*PYTEST, "--collect-only", "-m", "gpu", "-k", f"not ({BIG})", f"tests/kernels/test_{part}.py"]
-    found = subprocess.run(words, check=False, cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
     functions = {}
-    for name in found:
-        if "::" in name:
-            functions.setdefault(name.split("[")[0], []).append(name)
+    for name in names_of(f"tests/kernels/test_{part}.py", "-k", f"not ({BIG})"):
+        functions.setdefault(name.split("[")[0], []).append(name)
     for names in functions.values():
         random.Random(0).shuffle(names)
     turns = itertools.zip_longest(*functions.values())

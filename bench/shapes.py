@@ -98,6 +98,24 @@ def random_engine(ops, shape, ctx, seed=0, chunk=None):
     return engine, seconds
 
 
+def set_context(ops, s, context, fresh=0):
+    """Put a State to a context, with so many rows to inject, and wait."""
+    for buffer, value in ((s.start, context), (s.fresh, fresh), (s.done, 0), (s.left, 10**6), (s.anchor, 5)):
+        ops.upload(buffer, np.array([value], np.int32))
+    ops.download(s.start)
+
+
+def fill_caches(ops, s):
+    """Random keys and values at all positions."""
+    rng = np.random.default_rng(1)
+    for cache in (s.cache_k, s.cache_v, s.drafter_k, s.drafter_v):
+        for layer in range(len(cache)):
+            bits = rng.integers(0, 2**16, cache[layer].shape, np.uint16) & 0x81FF | 0x3E00
+            if ops.activations == "f32":
+                bits = (bits.astype(np.uint32) << 16).view(np.float32)
+            ops.upload(cache[layer], bits)
+
+
 def pass_bytes(model, head=True):
     """Bytes of weights that one pass reads: every matrix of the layers, and the head."""
     weights = [w for layer in model.layers for w in layer.values() if hasattr(w, "rows")]

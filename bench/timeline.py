@@ -20,7 +20,7 @@ import numpy as np
 import record
 from minidflash.kernels.launch import CudaDevice
 from round import copy_bandwidth, device
-from shapes import SHAPES, random_engine
+from shapes import SHAPES, random_engine, set_context
 
 import minidflash as md
 from minidflash.loop import one_round
@@ -76,11 +76,7 @@ def rounds_of(engine, s, how, count, context):
     ops, found = engine.ops, []
     program = ops.program(lambda: one_round(engine, s, *how), ops.bucket(context + 2 * s.block))
     for i in range(count + 3):
-        for buffer, value in (
-            (s.start, context), (s.fresh, s.block), (s.done, 0), (s.left, 10**6), (s.anchor, 5)
-        ):  # fmt: skip
-            ops.upload(buffer, np.array([value], np.int32))
-        ops.download(s.start)
+        set_context(ops, s, context, fresh=s.block)
         read(ops.backend.device, clear=True)
         program.launch()
         ops.download(s.start)

@@ -1,6 +1,6 @@
 """Variants of kernels side by side in whole passes: cuts of products, macros of kernels, how attention is cut.
 
-    python bench/variants.py FILE [--shape qwen3-8b] [--context 2048] [--parts v16 v1 round] [--repeat 5]
+    python bench/variants.py FILE [--shape qwen3-8b] [--context 2048] [--parts verify_16 verify_1 round_16] [--repeat 5]
 
 FILE is Python: variants(Split, measured) -> {label: {"cuts": {(N, K): Split}, "macros": {"attend_fast.cu": {name: value}},
 "attend": tuning of attend_fast.attend}}; measured: the cuts in use by (N, K). All kernels are compiled on all cores and all
@@ -9,11 +9,9 @@ least times in ms and warns of kernels that spill. A variant's bits may be other
 """
 
 import argparse
-import os
 import runpy
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,15 +19,13 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import numpy as np
+import cuts
 from minidflash.kernels import launch
 from minidflash.kernels.gpu import attend_fast, fast, split
-from round import copy_bandwidth
-from shapes import SHAPES, random_engine
+from round import copy_bandwidth, passes
+from shapes import SHAPES, fill_caches, random_engine, set_context
 
 import minidflash as md
-from minidflash import target as verifier
-from minidflash.loop import device_ids, one_round
 from minidflash.request import Request, reserve
 
 TOGETHER = 4  # launches a timing
@@ -58,59 +54,20 @@ def in_use(how, device):
 
 
 @contextmanager
-def noted(wanted):
-    """Kernels asked for meanwhile are noted as (file, defines) and not compiled."""
-    plain = launch.CudaDevice.function, launch.CudaDevice.holds
+def noted(wanted, backend):
+    """Programs made meanwhile are not captured; kernels that they ask for are noted as (file, defines), not compiled."""
+    plain, mode = (launch.CudaDevice.function, launch.CudaDevice.holds), backend.mode
 
     def note(self, file, name, defines=None):
-        wanted.add((str(file), tuple(sorted((key, str(value)) for key, value in (defines or {}).items()))))
+        wanted.add((file, tuple(sorted((defines or {}).items()))))
 
     launch.CudaDevice.function, launch.CudaDevice.holds = note, lambda *_, **__: 1 << 20
+    backend.mode = "eager"
     try:
         yield
     finally:
         launch.CudaDevice.function, launch.CudaDevice.holds = plain
-
-
-def prepare(ops, fn, bucket):
-    """Everything that recording fn() needs, nothing launched."""
-    with ops.record() as calls:
-        fn()
-    backend = ops.backend
-    backend.is_preparing, backend.bucket = True, bucket
-    try:
-        for _, call, args in calls:
-            call(*args)
-    finally:
-        backend.is_preparing, backend.bucket = False, None
-
-
-def compile_all(arch, wanted):
-    def compile_one(kernel):
-        file, defines = kernel
-        for name, used in launch.resources(launch.compile_cubin(file, arch, dict(defines))[1]).items():
-            if used.stack:
-                print(f"spills: {name} {used} {dict(defines)}", flush=True)
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(compile_one, sorted(wanted)))
-
-
-def place(ops, s, context):
-    """Put the state to a context, and wait."""
-    for buffer, value in ((s.start, context), (s.fresh, 0), (s.done, 0), (s.left, 10**6), (s.anchor, 5)):
-        ops.upload(buffer, np.array([value], np.int32))
-    ops.download(s.start)
-
-
-def passes(engine, s):
-    """{name: what is recorded}."""
-    ops, taps = engine.ops, engine.drafter.config.taps
-
-    def verify(v):
-        return lambda: verifier.verify(ops, engine.target, s, v, taps, device_ids(ops, range(v)))
-
-    return {"v16": verify(16), "v1": verify(1), "round": lambda: one_round(engine, s, True, s.block, True)}
+        backend.mode = mode
 
 
 def timed(ops, s, context, programs, repeat):
@@ -118,7 +75,7 @@ def timed(ops, s, context, programs, repeat):
     times = {key: [] for key in programs}
     for again in range(2 * repeat):
         for key, program in programs.items():
-            place(ops, s, context)
+            set_context(ops, s, context)
             since = time.perf_counter()
             for _ in range(TOGETHER):
                 program.launch()
@@ -133,7 +90,9 @@ def main():
     parser.add_argument("file")
     parser.add_argument("--shape", default="qwen3-8b", choices=SHAPES)
     parser.add_argument("--context", type=int, default=2048)
-    parser.add_argument("--parts", nargs="+", default=["v16", "v1", "round"], choices=["v16", "v1", "round"])
+    parser.add_argument(
+        "--parts", nargs="+", default=["verify_16", "verify_1", "round_16"], help="of round.py's"
+    )
     parser.add_argument("--repeat", type=int, default=5)
     args = parser.parse_args()
     ops = md.ops("cuda")
@@ -143,18 +102,23 @@ def main():
     print(f"{device.name()}, copy {copy_bandwidth(ops) / 1e12:.3f} TB/s", flush=True)
     engine, _ = random_engine(ops, args.shape, args.context + 256)
     s = reserve(engine, Request.of(engine, list(range(1, 65)), {"max_tokens": 8}))
+    fill_caches(ops, s)
     bucket = ops.bucket(args.context + 2 * s.block)
-    parts = {name: fn for name, fn in passes(engine, s).items() if name in args.parts}
+    known = passes(engine, s)
+    parts = {name: known[name] for name in args.parts}
     wanted, programs = set(), {}
     for how in variants.values():
-        with noted(wanted), in_use(how, device):
+        with noted(wanted, ops.backend), in_use(how, device):
             for fn in parts.values():
-                prepare(ops, fn, bucket)
-    compile_all(device.arch, wanted)
+                ops.program(fn, bucket)
+    cuts.compile_all(device.arch, wanted)
     for label, how in variants.items():
         with in_use(how, device):
             for name, fn in parts.items():
                 programs[label, name] = ops.program(fn, bucket)
+    for (kernel, name), function in device._functions.items():
+        if function.local_bytes:
+            print(f"spills: {name} {dict(kernel[1])}", flush=True)
     times = timed(ops, s, args.context, programs, args.repeat)
     for label in variants:
         cells = [
