@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import record
 from minidflash.kernels import launch, source
-from minidflash.kernels.gpu import attend_fast
+from minidflash.kernels.gpu import COUNTERS, attend_fast
 
 from minidflash.errors import UserError
 
@@ -30,7 +30,6 @@ ROTATED = 150e6  # bytes of different caches between two uses of the same
 VARIANTS = {  # name: tuning
     "the default": {},
     "the last block merges": {"waits": False},
-    "64 keys a step": {"steps": 8},
     "half the units": {"splits": 0.5},
     "twice the units": {"splits": 2},
     "1 term": {"terms": 1},
@@ -68,7 +67,7 @@ class Case:
         i32 = {"device": "cuda", "dtype": torch.int32}
         self.pos = torch.arange(context, context + rows, **i32)
         self.slot, self.end = torch.zeros(rows, **i32), self.pos + 1
-        self.work = torch.zeros(attend_fast.COUNTERS + attend_fast.work_size(backend), device="cuda")
+        self.work = torch.zeros(COUNTERS + attend_fast.work_size(backend), device="cuda")
         self.norm = torch.ones(H * K, device="cuda")
         self.laid, self.scale = torch.zeros_like(self.q), torch.zeros(rows, device="cuda")
         self.small_us = None

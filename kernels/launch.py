@@ -284,13 +284,15 @@ class CudaDevice:
         return function
 
     def launch(
-        self, function, grid, block, shared, args, cluster=1, cooperative=False, dependent=False, stream=None
-    ):
+        self, function, grid, block, shared, args, cluster=1, cooperative=False, dependent=False, early=(),
+        stream=None,
+    ):  # fmt: skip
         """Start a kernel; returns at once.
 
         grid, block, cluster: ints or tuples; the grid counts blocks, not clusters. shared: dynamic bytes a
         block. args: CuPy arrays or device addresses for pointers, numbers for scalars. dependent: may start
-        while the launch before it in the stream still runs; the kernel then calls griddep_wait. stream: one other than
+        while the launch before it in the stream still runs; the kernel then calls griddep_wait. early: arrays of which it
+        reads before that what the launch before did not write; a matter of the emulator. stream: one other than
          the device's own, as an int, a CuPy stream or anything with __cuda_stream__.
         Errors: UserError for the card's limits, TypeError for arguments, RuntimeError with the driver's code.
         """

@@ -1,11 +1,11 @@
-/* The pieces of attend_fast.cu: which keys a group of rows sees, and what a warp does with 64 of them.
+/* The pieces of attend_fast.cu: which keys a group of rows sees, what a block does with 128 of them, and how
+ * the pieces of a row become one.
  *
  * A leaf is 128 keys at an absolute multiple of 128, a unit some leaves at an absolute multiple of its size.
  * How many leaves make a unit is a row's own matter: as few as leave about `splits` units of the keys that it
  * sees. So the units grow with the context and the grid stays full, and still no bit of a row depends on the
  * rows beside it: rows whose units differ are different sets. */
 #pragma once
-#include "neighbours.cuh"
 #include "sm90.cuh"
 
 #ifndef HEAD
@@ -17,30 +17,33 @@
 #ifndef GROUP  // rows a group has at most
 #define GROUP 16
 #endif
+#ifndef UNROLL
+#define UNROLL 1
+#endif
 #ifndef TERMS  // bf16 numbers that make one probability: 2 keep 16 bits of it
 #define TERMS 2
 #endif
-#ifndef COLUMN_TILES  // of 8 keys, between two looks at the largest score
-#define COLUMN_TILES 4
-#endif
 
-constexpr int LEAF = 128, HALF = LEAF / 2, THREADS = 256;
+constexpr int LEAF = 128, WARPS = 16, THREADS = 32 * WARPS;
 constexpr int ROWS = 16 * TILES;
-constexpr int SPREAD =
-    4 / TILES;                   // warps that share a tile and a half: all score it, each has own components
-constexpr int UNITS = HEAD / 8;  // 16-byte units of a head
-constexpr int COLUMNS = HEAD / SPREAD, N = COLUMNS / 8;      // components of a warp, in tiles of 8
-constexpr int PART = 8 * COLUMN_TILES, PARTS = HALF / PART;  // keys of a warp's step
-constexpr int Q_BYTES = ROWS * HEAD * 2, LEAF_BYTES = LEAF * HEAD * 2;
-constexpr int K_AT = Q_BYTES, V_AT = K_AT + LEAF_BYTES, ROWS_AT = V_AT + LEAF_BYTES,
-              SET_AT = ROWS_AT + GROUP * 24, SET_BYTES = 80;  // of shared memory
-constexpr int COUNTERS = 4096;                                // u32 at the front of work
-constexpr int WHOLE = 1 << 20;                                // leaves of a unit that is never cut
+constexpr int PARTS =
+    WARPS / TILES;  // warps that share a tile: each scores own keys, then sums own components
+constexpr int KEY_TILES = LEAF / 8 / PARTS;            // of 8 keys, of a warp
+constexpr int UNITS = HEAD / 8, KEY_UNITS = LEAF / 8;  // 16-byte units of a head; of a row of probabilities
+constexpr int N = (UNITS + PARTS - 1) / PARTS;         // tiles of 8 components of a warp, if it has any
+constexpr int QUARTERS = HEAD / 32;                    // 32 components: what a warp merges of a row
+constexpr int Q_BYTES = ROWS * HEAD * 2, LEAF_BYTES = LEAF * HEAD * 2, P_BYTES = ROWS * LEAF * 2;
+constexpr int K_AT = Q_BYTES;  // the probabilities' terms take its place
+constexpr int V_AT = K_AT + (LEAF_BYTES > TERMS * P_BYTES ? LEAF_BYTES : TERMS * P_BYTES);
+constexpr int MAXIMA_AT = V_AT + LEAF_BYTES;               // f32 [ROWS][PARTS]
+constexpr int SUMS_AT = MAXIMA_AT + 4 * ROWS * PARTS;      // f32 [ROWS][KEY_UNITS]
+constexpr int TOTALS_AT = SUMS_AT + 4 * ROWS * KEY_UNITS;  // f32 [ROWS]
+constexpr int ROWS_AT = TOTALS_AT + 4 * ROWS, SET_AT = ROWS_AT + GROUP * 24, SET_BYTES = 80;
+constexpr int WHOLE = 1 << 20;    // leaves of a unit that is never cut
 constexpr float NO_KEY = -3e38f;  // the largest score of no key at all; finite: differences are
 constexpr float LOG2_E = 1.4426950408889634f;
 
-/* Aligned no more than it needs: two blocks fill a multiprocessor to the last 128 bytes. */
-extern __shared__ __align__(16) char shared[];  // q, a leaf of K, a leaf of V, plans
+extern __shared__ __align__(16) char shared[];  // q, a leaf of K, a leaf of V, statistics, plans
 
 struct Rows {
     const int *slot, *pos, *begin, *end;
@@ -75,13 +78,14 @@ struct Set {
     int shared_low, shared_high;  // keys that all of them see
     int leaf_first, leaf_end;     // of this block
 
-    /* One warp, a lane a row; all loads of a row are under way together. */
+    /* One warp, a lane a row; all loads of a row are under way together. Past L1, which may hold what an
+     * earlier pass wrote: this may come before the wait for the kernel ahead. */
     __device__ __forceinline__ void start(Row* to, const Rows& rows, const Place& where) {
         const int lane = lane_index(), t = where.from + lane;
         Row row{-1, 0, 0, 1, 0, 0};
         if (lane < rows.group && t < rows.count) {
-            int pos = rows.pos[t], begin = rows.begin[t], end = rows.end[t];
-            row.slot = rows.slot[t];
+            int pos = __ldcg(rows.pos + t), begin = __ldcg(rows.begin + t), end = __ldcg(rows.end + t);
+            row.slot = __ldcg(rows.slot + t);
             if (pos >= 0) {
                 row.first = rows.window ? min(begin, max(0, pos - rows.window + 1)) : 0;
                 row.last = rows.causal ? pos + 1 : rows.window ? min(end, pos + rows.window) : end;
@@ -117,6 +121,25 @@ struct Set {
         leaf_first = max(unit * first.unit, from / LEAF);
         leaf_end = min((unit + 1) * first.unit, (to - 1) / LEAF + 1);
     }
+
+    /* By one warp: whether what is seen of the first leaf was there before this pass: no row of its slot, of
+     * all of the launch, lies before the leaf's end. */
+    __device__ __forceinline__ bool is_old(const Rows& rows) const {
+        int oldest = 0x7fffffff;
+        for (int t = lane_index(); t < rows.count; t += 32) {
+            int own = __ldcg(rows.slot + t), pos = __ldcg(rows.pos + t);
+            if (own == slot && pos >= 0) oldest = min(oldest, pos);
+        }
+        return min(high, (leaf_first + 1) * LEAF) <= __reduce_min_sync(FULL_WARP, oldest);
+    }
+
+    /* Pieces of a tile row, 0 where it is not of this pass or its keys end before this block's unit. */
+    __device__ __forceinline__ int pieces_of(const Row* rows, int tile_row) const {
+        const int at = tile_row / place.ratio;
+        const bool is_member = at < GROUP && (only < 0 ? members : 1u << only) >> at & 1;
+        const int pieces = is_member ? rows[at].pieces : 0;
+        return place.own < pieces ? pieces : 0;
+    }
 };
 
 /* The keys that a tile row sees; none where it is not of the set. */
@@ -126,75 +149,71 @@ __device__ __forceinline__ int2 keys_of(const Set& set, const Row* rows, int til
     return is_member ? make_int2(rows[at].first, rows[at].last) : make_int2(0, 0);
 }
 
-/* 16-byte unit of a row-major tile. The exclusive or spreads a column of eight rows over all banks. */
-__device__ __forceinline__ char* unit_at(char* tile, int row, int unit) {
-    return tile + row * UNITS * 16 + ((unit ^ (row & 7)) << 4);
+/* Where 16-byte unit `unit` of a row lies in a tile with `Units` units a row. The exclusive or spreads a
+ * column of eight rows over all banks. `at`: what the tile begins at. Any multiple of 4 units more is an
+ * exclusive or too, where `unit` is below 4. */
+template <int Units>
+__device__ __forceinline__ int unit_at(int at, int row, int unit) {
+    return at + row * Units * 16 + ((unit ^ (row & 7)) << 4);
 }
 
 /* A leaf of K or V, zeros outside [low, high). cache: of the slot and kv head. */
-__device__ __forceinline__ void load_leaf(const bf16* cache, char* to, int leaf, int low, int high) {
+__device__ __forceinline__ void load_leaf(const bf16* cache, int to, int leaf, int low, int high) {
     const int thread = thread_again(), unit = thread % UNITS;
     int key = leaf * LEAF + thread / UNITS;
     cache += (size_t)key * HEAD + 8 * unit;
-    to = unit_at(to, thread / UNITS, unit);
+    to = unit_at<UNITS>(to, thread / UNITS, unit);
 #pragma unroll
     for (int i = 0; i < LEAF * UNITS / THREADS; ++i, key += THREADS / UNITS) {
         bool is_seen = key >= low && key < high;
-        cp_async_16_or_zero(to + 16 * i * THREADS, cache + 8 * i * THREADS, is_seen);
+        cp_async_16_or_zero(shared + to + 16 * i * THREADS, cache + 8 * i * THREADS, is_seen);
     }
 }
 
-/* Rows of q as tile rows: query heads of kv head g side by side, row by row. By the threads from
- * first_thread. */
-__device__ __forceinline__ void load_q(const bf16* q, char* to, int from, int T, int H, int ratio, int g,
-                                       int first_thread) {
-    const int thread = thread_again() - first_thread, unit = thread % UNITS;
-    for (int row = thread / UNITS; row < ROWS; row += (THREADS - first_thread) / UNITS) {
-        int t = from + row / ratio;
-        const bf16* source = q + ((size_t)min(t, T - 1) * H + g * ratio + row % ratio) * HEAD + 8 * unit;
-        cp_async_16_or_zero(unit_at(to, row, unit), source, t < T);
+/* Rows of q as tile rows: query heads of kv head g side by side, row by row. */
+__device__ __forceinline__ void load_q(const bf16* q, const Place& place, int T, int H) {
+    const int thread = thread_again(), unit = thread % UNITS;
+    for (int row = thread / UNITS; row < ROWS; row += THREADS / UNITS) {
+        int t = place.from + row / place.ratio, head = place.g * place.ratio + row % place.ratio;
+        const bf16* source = q + ((size_t)min(t, T - 1) * H + head) * HEAD + 8 * unit;
+        cp_async_16_or_zero(shared + unit_at<UNITS>(0, row, unit), source, t < T);
     }
 }
 
-/* Where a lane's row of a tile begins for ldmatrix: with `unit`, and any even unit more is an exclusive or.
- * So a register serves a whole tile. `shared` is what it counts from. */
-__device__ __forceinline__ int lane_offset(int at, int row, int unit) {
-    return at + row * UNITS * 16 + ((unit ^ (row & 7)) << 4);
-}
-
-/* s = c q k^T: the tile's 16 rows, 8 * COLUMN_TILES keys. */
-__device__ __forceinline__ void scores(float (&s)[COLUMN_TILES][4], int q, int k, float c) {
+/* s = c q k^T: the tile's 16 rows, the warp's keys. k: where the first one's row lies. */
+__device__ __forceinline__ void scores(float (&s)[KEY_TILES][4], int tile, int k, float c) {
     const int lane = thread_again() % 32, i = lane / 8, r = lane % 8;
-    q = lane_offset(q, i % 2 * 8 + r, i / 2), k = lane_offset(k, i / 2 * 8 + r, i % 2);
+    const int q = unit_at<UNITS>(0, 16 * tile + i % 2 * 8 + r, i / 2);
+    k = unit_at<UNITS>(k, r, i);
 #pragma unroll
-    for (int n = 0; n < COLUMN_TILES; ++n)
+    for (int n = 0; n < KEY_TILES; ++n)
 #pragma unroll
         for (int e = 0; e < 4; ++e) s[n][e] = 0.f;
-#pragma unroll 4
-    for (int step = 0; step < HEAD / 16; ++step) {
-        uint4 a = ldmatrix_x4(shared + (q ^ 32 * step));
+#pragma unroll(UNROLL)
+    for (int step = 0; step < HEAD / 32; ++step) {
+        uint4 a = ldmatrix_x4(shared + (q ^ 64 * step)), later = ldmatrix_x4(shared + (q ^ (64 * step + 32)));
 #pragma unroll
-        for (int n = 0; n < COLUMN_TILES / 2; ++n) {
-            uint4 b = ldmatrix_x4(shared + (k ^ 32 * step) + 16 * n * UNITS * 16);
-            mma_bf16(s[2 * n], a, b.x, b.y);
-            mma_bf16(s[2 * n + 1], a, b.z, b.w);
+        for (int n = 0; n < KEY_TILES; ++n) {
+            uint4 b = ldmatrix_x4(shared + (k ^ 64 * step) + 8 * n * UNITS * 16);
+            mma_bf16(s[n], a, b.x, b.y);
+            mma_bf16(s[n], later, b.z, b.w);
         }
     }
 #pragma unroll
-    for (int n = 0; n < COLUMN_TILES; ++n)
+    for (int n = 0; n < KEY_TILES; ++n)
 #pragma unroll
         for (int e = 0; e < 4; ++e) s[n][e] = __fmul_rn(s[n][e], c);
 }
 
 /* s = -infinity where its row does not see the key. key0: the first. */
-__device__ __forceinline__ void mask(float (&s)[COLUMN_TILES][4], const Set& set, const Row* rows, int tile,
+__device__ __forceinline__ void mask(float (&s)[KEY_TILES][4], const Set& set, const Row* rows, int tile,
                                      int key0) {
     const int lane = thread_again() % 32;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         int2 range = keys_of(set, rows, 16 * tile + 8 * half + lane / 4);
 #pragma unroll
-        for (int n = 0; n < COLUMN_TILES; ++n)
+        for (int n = 0; n < KEY_TILES; ++n)
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
                 int key = key0 + 8 * n + 2 * (lane % 4) + e;
@@ -203,78 +222,116 @@ __device__ __forceinline__ void mask(float (&s)[COLUMN_TILES][4], const Set& set
     }
 }
 
-/* s becomes p = 2^(s - m), o and l are brought to the new m. l is this thread's share. */
-__device__ __forceinline__ void soften(float (&s)[COLUMN_TILES][4], float (&o)[N][4], float (&m)[2],
-                                       float (&l)[2]) {
+/* The largest of a row's scores that this warp has, for the others. */
+__device__ __forceinline__ void tell_maxima(const float (&s)[KEY_TILES][4], int tile, int part) {
+    const int lane = thread_again() % 32;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        float top = m[half];
+        float top = NO_KEY;
 #pragma unroll
-        for (int n = 0; n < COLUMN_TILES; ++n) top = fmaxf(top, fmaxf(s[n][2 * half], s[n][2 * half + 1]));
+        for (int n = 0; n < KEY_TILES; ++n) top = fmaxf(top, fmaxf(s[n][2 * half], s[n][2 * half + 1]));
         top = fmaxf(top, __shfl_xor_sync(FULL_WARP, top, 1));
         top = fmaxf(top, __shfl_xor_sync(FULL_WARP, top, 2));
-        float shrink = exp2_fast(__fsub_rn(m[half], top)), sum = 0.f;
+        const int row = 16 * tile + 8 * half + lane / 4;
+        if (lane % 4 == 0) ((float*)(shared + MAXIMA_AT))[row * PARTS + part] = top;
+    }
+}
+
+/* m becomes the row's largest score so far, shrink what earlier sums are to be multiplied by. */
+__device__ __forceinline__ void take_maxima(float (&m)[2], float (&shrink)[2], int tile) {
+    const int lane = thread_again() % 32;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int row = 16 * tile + 8 * half + lane / 4;
+        const float4* from = (const float4*)(shared + MAXIMA_AT + 4 * row * PARTS);
+        float top = m[half];
+#pragma unroll
+        for (int i = 0; i < PARTS / 4; ++i) {
+            float4 four = from[i];
+            top = fmaxf(top, fmaxf(fmaxf(four.x, four.y), fmaxf(four.z, four.w)));
+        }
+        shrink[half] = exp2_fast(__fsub_rn(m[half], top));
         m[half] = top;
-#pragma unroll
-        for (int n = 0; n < COLUMN_TILES; ++n) {
-            float& x = s[n][2 * half];
-            float& y = s[n][2 * half + 1];
-            x = exp2_fast(__fsub_rn(x, top)), y = exp2_fast(__fsub_rn(y, top));
-            if (TERMS == 1) {  // divided by what was added up
-                u32 pair = pack_bf16(x, y);
-                x = low_f32(pair), y = high_f32(pair);
-            }
-            sum = __fadd_rn(sum, __fadd_rn(x, y));
-        }
-        l[half] = __fmaf_rn(l[half], shrink, sum);
-#pragma unroll
-        for (int n = 0; n < N; ++n)
-#pragma unroll
-            for (int e = 2 * half; e < 2 * half + 2; ++e) o[n][e] = __fmul_rn(o[n][e], shrink);
     }
 }
 
-/* o += p v: these keys, the warp's components. Two column tiles of p, as `soften` left them, are an A operand
- * as they are. v: the first key's row. first_unit: of the warp's components. */
-__device__ __forceinline__ void values(float (&o)[N][4], const float (&p)[COLUMN_TILES][4], int v,
-                                       int first_unit) {
+/* p = 2^(s - m) in bf16 terms, and the sum of each 8 keys, to shared memory. */
+__device__ __forceinline__ void tell_probabilities(const float (&s)[KEY_TILES][4], const float (&m)[2],
+                                                   int tile, int part) {
+    const int lane = thread_again() % 32;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int row = 16 * tile + 8 * half + lane / 4;
+        char* const p = shared + K_AT + row * KEY_UNITS * 16 + 4 * (lane % 4);
+        float* const sums = (float*)(shared + SUMS_AT) + row * KEY_UNITS;
+#pragma unroll
+        for (int n = 0; n < KEY_TILES; ++n) {
+            const int unit = part * KEY_TILES + n;
+            float x = exp2_fast(__fsub_rn(s[n][2 * half], m[half]));
+            float y = exp2_fast(__fsub_rn(s[n][2 * half + 1], m[half]));
+            const u32 high = pack_bf16(x, y);
+            char* const to = p + ((unit ^ (row & 7)) << 4);
+            *(u32*)to = high;
+            if (TERMS == 2)
+                *(u32*)(to + P_BYTES) = pack_bf16(__fsub_rn(x, low_f32(high)), __fsub_rn(y, high_f32(high)));
+            else  // divided by what was added up
+                x = low_f32(high), y = high_f32(high);
+            float sum = __fadd_rn(x, y);
+            sum = __fadd_rn(sum, __shfl_xor_sync(FULL_WARP, sum, 1));
+            sum = __fadd_rn(sum, __shfl_xor_sync(FULL_WARP, sum, 2));
+            if (lane % 4 == 0) sums[unit] = sum;
+        }
+    }
+}
+
+/* A row's sum, which lies in shared memory: times shrink, and the leaf's added. is_first: it is zero. */
+__device__ __forceinline__ void take_sums(bool is_first, const float (&shrink)[2], int tile) {
+    const int lane = thread_again() % 32;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int row = 16 * tile + 8 * half + lane / 4;
+        const float4* from = (const float4*)(shared + SUMS_AT + 4 * row * KEY_UNITS);
+        float* const total = (float*)(shared + TOTALS_AT) + row;
+        float sum = 0.f;
+#pragma unroll
+        for (int i = 0; i < KEY_UNITS / 4; ++i) {
+            float4 four = from[i];
+            sum = __fadd_rn(sum, __fadd_rn(__fadd_rn(four.x, four.y), __fadd_rn(four.z, four.w)));
+        }
+        sum = __fmaf_rn(is_first ? 0.f : *total, shrink[half], sum);
+        __syncwarp();  // four lanes have read it
+        if (lane % 4 == 0) *total = sum;
+    }
+    __syncwarp();
+}
+
+/* o = o * shrink + p v: the leaf's keys in order, the warp's components, from first_unit on. */
+__device__ __forceinline__ void values(float (&o)[N][4], const float (&shrink)[2], int tile, int first_unit) {
     const int lane = thread_again() % 32, i = lane / 8, r = lane % 8;
-    v = lane_offset(v, i % 2 * 8 + r, first_unit + i / 2);
+    const int p = unit_at<KEY_UNITS>(K_AT, 16 * tile + i % 2 * 8 + r, i / 2);
 #pragma unroll
-    for (int step = 0; step < COLUMN_TILES / 2; ++step) {
-        u32 high[4], low[4];
+    for (int n = 0; n < N; ++n)
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            float x = p[2 * step + j / 2][2 * (j % 2)], y = p[2 * step + j / 2][2 * (j % 2) + 1];
-            high[j] = pack_bf16(x, y);
-            low[j] = pack_bf16(__fsub_rn(x, low_f32(high[j])), __fsub_rn(y, high_f32(high[j])));
-        }
+        for (int e = 0; e < 4; ++e) o[n][e] = __fmul_rn(o[n][e], shrink[e / 2]);
+#pragma unroll(UNROLL)
+    for (int step = 0; step < LEAF / 32; ++step) {
+        uint4 a[2][TERMS];
 #pragma unroll
-        for (int n = 0; n < N / 2; ++n) {
-            uint4 b = ldmatrix_x4_trans(shared + (v ^ 32 * n) + 16 * step * UNITS * 16);
+        for (int j = 0; j < 2; ++j)
 #pragma unroll
-            for (int term = 0; term < TERMS; ++term) {
-                const u32* a = term ? low : high;
-                mma_bf16(o[2 * n], make_uint4(a[0], a[1], a[2], a[3]), b.x, b.y);
-                mma_bf16(o[2 * n + 1], make_uint4(a[0], a[1], a[2], a[3]), b.z, b.w);
-            }
+            for (int term = 0; term < TERMS; ++term)
+                a[j][term] = ldmatrix_x4(shared + (p ^ (64 * step + 32 * j)) + term * P_BYTES);
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            const int v = unit_at<UNITS>(V_AT, 32 * step + lane, first_unit + n);
+            uint4 b = ldmatrix_x4_trans(shared + v);
+#pragma unroll
+            for (int term = 0; term < TERMS; ++term) mma_bf16(o[n], a[0][term], b.x, b.y);
+#pragma unroll
+            for (int term = 0; term < TERMS; ++term) mma_bf16(o[n], a[1][term], b.z, b.w);
         }
     }
 }
-
-/* Weights of two pieces of one row that meet: the earlier's, the later's; m becomes the larger maximum. */
-struct Meeting {
-    float earlier, later;
-
-    __device__ __forceinline__ Meeting(float& m, float later_m) {
-        float top = fmaxf(m, later_m);
-        earlier = exp2_fast(__fsub_rn(m, top)), later = exp2_fast(__fsub_rn(later_m, top));
-        m = top;
-    }
-    __device__ __forceinline__ float operator()(float a, float b) const {
-        return __fmaf_rn(b, later, __fmul_rn(a, earlier));
-    }
-};
 
 /* A sum of p v divided by that of p. Minus zero becomes zero: whether keys that a row does not see lay in its
  * tile must not show. */
@@ -282,53 +339,87 @@ __device__ __forceinline__ u32 divided(float x, float y, float r) {
     return pack_bf16(__fadd_rn(__fmul_rn(x, r), 0.f), __fadd_rn(__fmul_rn(y, r), 0.f));
 }
 
-/* The piece of a unit in the workspace: o of every tile row, then m and l. */
-constexpr int PIECE = ROWS * (HEAD + 2);
-__device__ __forceinline__ float* piece_at(float* work, int index) {
-    return work + COUNTERS + (size_t)index * PIECE;
+// ---- pieces: a unit's share of every tile row, in memory that holds zeros between two launches ----
+
+/* o [ROWS][HEAD], then m and l [ROWS][QUARTERS]: each word is written once and read once, by a thread that
+ * asks until it is not zero and puts the zero back. So what comes is its own sign that it is there: no
+ * counter, and no fence that waits for the writes before it. */
+constexpr int PIECE = ROWS * (HEAD + 2 * QUARTERS);
+
+/* The same number, and never a word of zeros. */
+__device__ __forceinline__ float marked(float x) { return x == 0.f ? -0.f : x; }
+
+__device__ __forceinline__ bool has_come(const float2& v) {
+    return __float_as_uint(v.x) != 0 && __float_as_uint(v.y) != 0;
 }
 
-/* A tile row of `count` pieces, the first at `pieces`, by a warp: a lane has HEAD / 32 components. Their
- * weights are relative to the largest score of all, the sums run over the pieces in order. */
-__device__ __forceinline__ void merge(const float* pieces, int count, int tile_row, bf16* o) {
-    constexpr int OWN = HEAD / 32, BATCH = 16;  // pieces whose loads are under way together
+__device__ __forceinline__ bool has_come(const float4& v) {
+    return has_come(make_float2(v.x, v.y)) && has_come(make_float2(v.z, v.w));
+}
+
+__device__ __forceinline__ float2* stats_at(float* piece, int tile_row, int quarter) {
+    return (float2*)(piece + ROWS * HEAD) + tile_row * QUARTERS + quarter;
+}
+
+/* 32 components of a tile row of `count` pieces, the first at `pieces`, by a warp: 8 lanes a piece, 4
+ * components a lane, 16 pieces at a time. Weights are relative to the largest score so far; lanes add up
+ * their own pieces in order, then meet. */
+__device__ __forceinline__ void merge(float* pieces, int count, int tile_row, int quarter, bf16* o) {
+    constexpr int OWN = 4, STEP = 4 * PIECE;  // pieces of a lane, f32 from one to the next
     const int lane = thread_again() % 32;
-    auto stat = [&](int c) {
-        const float* at = pieces + (size_t)min(c, count - 1) * PIECE + ROWS * HEAD + 2 * tile_row;
-        return c < count ? __ldcg((const float2*)at) : make_float2(NO_KEY, 0.f);
-    };
-    Neighbours<float, OWN> part[BATCH];
-    auto load = [&](int first) {
+    float m = NO_KEY, l = 0.f, sum[4] = {};
+    pieces += lane / 8 * PIECE;
+    float4* data = (float4*)(pieces + tile_row * HEAD + quarter * 32 + lane % 8 * 4);
+    float2* stats = stats_at(pieces, tile_row, quarter);
+    for (int left = count; left > 0; left -= 4 * OWN) {
+        float2 stat[OWN];
+        float4 part[OWN];
 #pragma unroll
-        for (int j = 0; j < BATCH; ++j) {
-            const float* at =
-                pieces + (size_t)min(first + j, count - 1) * PIECE + tile_row * HEAD + OWN * lane;
-            part[j].load_l2(at);
-        }
-    };
-    float2 own = stat(lane);
-    load(0);
-    float top = own.x;
-    for (int c = lane + 32; c < count; c += 32) top = fmaxf(top, stat(c).x);
-    top = warp_max(top);
-    float weight = 0.f, share = 0.f, l = 0.f, sum[OWN] = {};
-    for (int first = 0; first < count; first += BATCH) {
-        if (first % 32 == 0) {
-            if (first) own = stat(first + lane);
-            weight = exp2_fast(__fsub_rn(own.x, top)), share = __fmul_rn(own.y, weight);
+        for (int j = 0; j < OWN; ++j) {
+            stat[j] = make_float2(NO_KEY, -0.f), part[j] = make_float4(-0.f, -0.f, -0.f, -0.f);
+            if (4 * j + lane / 8 >= left) continue;
+            stat[j] = load_relaxed(stats + j * (STEP / 2));
+            part[j] = load_relaxed(data + j * (STEP / 4));
         }
 #pragma unroll
-        for (int j = 0; j < BATCH; ++j) {
-            float w = __shfl_sync(FULL_WARP, weight, (first + j) % 32);
-            float s = __shfl_sync(FULL_WARP, share, (first + j) % 32);
-            if (first + j >= count) continue;
-            l = __fadd_rn(l, s);
+        for (int j = 0; j < OWN; ++j)  // these come first: to ask for the few is easier on the memory
+            while (!has_come(stat[j])) stat[j] = load_relaxed(stats + j * (STEP / 2));
 #pragma unroll
-            for (int i = 0; i < OWN; ++i) sum[i] = __fmaf_rn(part[j].v[i], w, sum[i]);
+        for (int j = 0; j < OWN; ++j)
+            while (!has_come(part[j])) part[j] = load_relaxed(data + j * (STEP / 4));
+        __syncwarp();  // all lanes have the statistics, and the lanes are together again
+        float top = m;
+#pragma unroll
+        for (int j = 0; j < OWN; ++j) {
+            top = fmaxf(top, stat[j].x);
+            if (4 * j + lane / 8 >= left) continue;
+            data[j * (STEP / 4)] = make_float4(0.f, 0.f, 0.f, 0.f);
+            if (lane % 8 == 0) stats[j * (STEP / 2)] = make_float2(0.f, 0.f);
         }
-        if (first + BATCH < count) load(first + BATCH);
+        data += OWN * STEP / 4, stats += OWN * STEP / 2;
+        top = fmaxf(top, __shfl_xor_sync(FULL_WARP, top, 8));
+        top = fmaxf(top, __shfl_xor_sync(FULL_WARP, top, 16));
+        const float shrink = exp2_fast(__fsub_rn(m, top));
+        m = top, l = __fmul_rn(l, shrink);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sum[i] = __fmul_rn(sum[i], shrink);
+#pragma unroll
+        for (int j = 0; j < OWN; ++j) {
+            const float w = exp2_fast(__fsub_rn(stat[j].x, top));
+            const float v[4] = {part[j].x, part[j].y, part[j].z, part[j].w};
+            l = __fmaf_rn(stat[j].y, w, l);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sum[i] = __fmaf_rn(v[i], w, sum[i]);
+        }
     }
-    float r = __frcp_rn(l);
 #pragma unroll
-    for (int i = 0; i < OWN; i += 2) *(u32*)(o + OWN * lane + i) = divided(sum[i], sum[i + 1], r);
+    for (int step = 8; step <= 16; step *= 2) {
+        l = __fadd_rn(l, __shfl_xor_sync(FULL_WARP, l, step));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sum[i] = __fadd_rn(sum[i], __shfl_xor_sync(FULL_WARP, sum[i], step));
+    }
+    const float r = __frcp_rn(l);
+    if (lane < 8)
+        *(uint2*)(o + quarter * 32 + lane * 4) =
+            uint2{divided(sum[0], sum[1], r), divided(sum[2], sum[3], r)};
 }

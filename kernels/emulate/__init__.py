@@ -4,7 +4,8 @@ A kernel's source is built unchanged by the host compiler; every CUDA thread is 
 wrong with a kernel, so it is strict where a GPU is lenient:
   shared memory starts as NaN bits, and becomes NaN bits when its block ends;
   cp.async and bulk copies land only at the wait that makes them visible, their target is NaN bits until then;
-  with dependent=True, what the launch before wrote is NaN bits until griddep_wait, and is restored there;
+  with dependent=True, what the launch before wrote is NaN bits until griddep_wait, and is restored there; of arrays
+  that are written are those named `early` only where their bytes changed, of all others the whole;
   a wgmma happens at the wait that covers it, its sums are NaN bits until then;
   barriers reached from two places, meetings of lanes in different operations, and deadlocks are errors that
   name the kernel, block, thread and what each thread waits for;
@@ -67,6 +68,18 @@ class _Request(ctypes.Structure):  # scheduler.h has the same
     ]
 
 
+def _hidden(array, old, early):
+    """[(address, bytes)] of an array that a predecessor wrote: all of it, or what changed where `early` names it."""
+    at = array.ctypes.data
+    if old is None or not any(np.shares_memory(array, other) for other in early):
+        return [(at, array.nbytes)]
+    changed = np.flatnonzero(array.reshape(-1).view(np.uint8) != old.reshape(-1).view(np.uint8))
+    if not len(changed):
+        return []
+    runs = np.split(changed, np.flatnonzero(np.diff(changed) > 1) + 1)
+    return [(at + int(run[0]), len(run)) for run in runs]
+
+
 class EmulatedFunction:
     """One kernel of a built .cu: its name, parameters and static shared memory in bytes.
 
@@ -101,7 +114,7 @@ class EmulatedDevice:
         self.patience = 10.0  # seconds of processor time that one thread may run without waiting for another
         self._functions = {}
         self._launches = 0
-        self._written = []  # arrays that an earlier launch wrote and no wait has covered yet
+        self._written = []  # (array, its copy of before) that an earlier launch wrote and no wait has covered yet
         self._runtime = build.runtime()
 
     def function(self, file, name, defines=None):
@@ -120,12 +133,13 @@ class EmulatedDevice:
         return self._functions[key]
 
     def launch(
-        self, function, grid, block, shared, args, cluster=1, cooperative=False, dependent=False, stream=None
-    ):
+        self, function, grid, block, shared, args, cluster=1, cooperative=False, dependent=False, early=(),
+        stream=None,
+    ):  # fmt: skip
         """Run a kernel to its end.
 
         grid, block, cluster: ints or tuples; the grid counts blocks. shared: dynamic bytes a block.
-        args: arrays for pointers, numbers for scalars. stream: ignored, there is one.
+        args: arrays for pointers, numbers for scalars. dependent, early: as launch.py. stream: ignored, there is one.
         Errors: UserError for limits of the device, TypeError for arguments, EmulationError for the kernel.
         """
         grid, block, cluster = (
@@ -146,7 +160,9 @@ class EmulatedDevice:
 
         packed = source.pack(function.name, function.parameters, args, address)
         before = self._written if dependent else []
-        spans = (_Span * max(len(before), 1))(*((a.ctypes.data, a.nbytes) for a in before))
+        hidden = [span for array, old in before for span in _hidden(array, old, early)]
+        spans = (_Span * max(len(hidden), 1))(*hidden)
+        old = [array.copy() if dependent else None for array in written]
         pointers = (ctypes.c_void_p * max(len(packed), 1))(*(ctypes.addressof(value) for value in packed))
         request = _Request(
             entry=function.entry,
@@ -160,12 +176,13 @@ class EmulatedDevice:
             seed=-1 if self.seed is None else self.seed + self._launches,
             patience=self.patience,
             poisoned=spans,
-            poisoned_count=len(before),
+            poisoned_count=len(hidden),
         )
         self._launches += 1
         with _lock:
             failed = self._runtime.emulate_launch(ctypes.byref(request))
         # A dependent kernel that never waits does not cover what came before it: the next must not read that.
+        written = list(zip(written, old, strict=True))
         self._written = (before if dependent and not request.has_waited else []) + written
         if failed:
             self._written = []

@@ -13,7 +13,10 @@ namespace emulate {
 
 void async_copy(void* shared, const void* global, unsigned bytes, unsigned valid) {
     memset(shared, 0xff, bytes);
-    self()->copies.push_back({(char*)shared, (const char*)global, bytes, valid, self()->open_group, nullptr});
+    Copy copy{(char*)shared, (const char*)global, bytes, valid, self()->open_group, nullptr};
+    copy.is_early = !launch.saved.empty();
+    if (copy.is_early) memcpy(copy.read, global, valid);
+    self()->copies.push_back(copy);
 }
 
 void async_commit() {
@@ -28,7 +31,8 @@ void async_wait(unsigned left) {
     for (; done < copies.size() && copies[done].group + left < fiber->open_group; ++done) {
         race_access(copies[done].to, copies[done].bytes, true, nullptr);
         memset(copies[done].to, 0, copies[done].bytes);
-        memcpy(copies[done].to, copies[done].from, copies[done].valid);
+        memcpy(copies[done].to, copies[done].is_early ? copies[done].read : copies[done].from,
+               copies[done].valid);
     }
     copies.erase(copies.begin(), copies.begin() + done);
 }
@@ -89,7 +93,7 @@ void mbarrier_arrive(uint64_t* barrier, unsigned bytes, Site site) {
 void bulk_copy(void* shared, const void* global, unsigned bytes, uint64_t* barrier, Site site) {
     load(barrier, site);
     memset(shared, 0xff, bytes);
-    self()->block->bulk.push_back({(char*)shared, (const char*)global, bytes, bytes, 0, barrier});
+    self()->block->bulk.push_back({(char*)shared, (const char*)global, bytes, bytes, 0, barrier, false, {}});
     progress();
 }
 

@@ -28,6 +28,8 @@ struct Copy {
     const char* from;
     unsigned bytes, valid, group;
     uint64_t* barrier;  // bulk copies only
+    bool is_early;      // begun before griddep_wait: it may read what is there then
+    char read[16];
 };
 
 struct Fiber : Thread {

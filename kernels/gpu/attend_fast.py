@@ -1,33 +1,44 @@
 """attend on tensor cores (kernels/cuda/attend_fast.cu): bf16, heads of 64 and 128; other shapes stay plain.
 
 How rows are grouped and how many share a launch change no bit of any row. What does: the units that a row's keys are
-cut into at most (a matter of the card and of G alone), the terms of a probability, the keys of a step.
+cut into at most (a matter of the card and of G alone), and the terms of a probability.
 """
 
-COUNTERS = 4096  # as in attend_pieces.cuh
-LEAF, THREADS = 128, 256
+from . import COUNTERS
+
+LEAF, THREADS = 128, 512
 TERMS = 2  # bf16 numbers a probability: one keeps 8 bits of it, two 16
 
 
 def work_size(backend):
-    """f32 of pieces, behind the counters: twice what two blocks of 64 rows a multiprocessor leave."""
-    return 4 * backend.sms * 64 * (128 + 2)
+    """f32 of pieces, at the end of the workspace: twice what two blocks of 64 rows a multiprocessor leave.
+
+    Zero when allocated, left at zero, and nobody else's: a word of a piece is there once it is not zero.
+    """
+    return 4 * backend.sms * piece_size(64, 128) if backend.activations == "bf16" else 0
+
+
+def piece_size(tile_rows, size):
+    """f32 of a piece: o, then m and l for every 32 components."""
+    return tile_rows * (size + size // 16)
 
 
 class Shape:
     """How one call is cut. rows: T. keys: that any row sees. Tuning: terms as the macro; splits: units of a row at most."""
 
-    def __init__(self, rows, heads, groups, size, slots, sms, is_windowed=False, group=None, terms=TERMS, steps=None,
-                 splits=None, keys=None):  # fmt: skip
+    def __init__(self, rows, heads, groups, size, slots, sms, is_windowed=False, group=None, terms=TERMS, splits=None,
+                 keys=None):  # fmt: skip
         self.size, self.ratio, self.groups = size, heads // groups, groups
-        steps = steps or (8 if size == 64 else 4)  # 64 keys a step: 7 % faster, but spills with heads of 128
         # A set ends where its slot does: the rows of a slot are taken in equal parts.
         width = rows // slots if rows % slots == 0 else rows
         self.most = 16 if size == 128 else 32  # rows of a group: room for two blocks a multiprocessor
         most = min(self.most, max(1, 64 // self.ratio))
         self.group = group or -(-width // -(-width // most))
         self.tiles = next(t for t in (1, 2, 4, 1 << 30) if self.group * self.ratio <= 16 * t)
-        self.shared = self.tiles * 32 * size + 4 * LEAF * size + 24 * self.most + 80
+        tile_rows = 16 * self.tiles
+        k = max(2 * LEAF * size, terms * 2 * LEAF * tile_rows)  # probabilities take the place of K
+        statistics = 4 * 16 * 16 + 4 * tile_rows * (LEAF // 8 + 1)
+        self.shared = 2 * tile_rows * size + k + 2 * LEAF * size + statistics + 24 * self.most + 80
         if (
             splits is None
         ):  # two blocks a multiprocessor, with one for a window, which may begin within a unit
@@ -35,15 +46,12 @@ class Shape:
         self.splits = splits
         units = min(splits, -(-keys // LEAF)) if keys else splits  # of the longest row: of a leaf at least
         self.units = max(1, units) + (is_windowed and splits > 0)
-        self.defines = {
-            "HEAD": size, "TILES": self.tiles, "GROUP": self.most, "TERMS": terms, "COLUMN_TILES": steps
-        }  # fmt: skip
+        self.defines = {"HEAD": size, "TILES": self.tiles, "GROUP": self.most, "TERMS": terms}
 
-    def rows_a_pass(self, work):
-        """Rows of one launch: what counters and a workspace of so many f32 hold. 0: none."""
-        piece = 16 * self.tiles * (self.size + 2)
-        pieces = (work - COUNTERS) // (self.groups * self.units * piece)
-        return min(pieces, COUNTERS // (2 * self.groups)) * self.group
+    def rows_a_pass(self, room):
+        """Rows of one launch: what counters and so many f32 of pieces hold. 0: none."""
+        pieces = room // (self.groups * self.units * piece_size(16 * self.tiles, self.size))
+        return min(pieces, COUNTERS // self.groups) * self.group
 
 
 def attend(
@@ -51,30 +59,32 @@ def attend(
 ):
     """Row `attend` of the table; None declines. waits: blocks may wait for each other. tuning: of `Shape`."""
     rows, heads, size = q.shape
-    slots, groups, room, _ = cache_k.shape
+    slots, groups, cached, _ = cache_k.shape
     if backend.activations != "bf16" or size not in (64, 128) or heads // groups > 64:
         return None
-    keys = min(backend.bucket or room, room)
+    keys, room = min(backend.bucket or cached, cached), work_size(backend)
     shape = Shape(rows, heads, groups, size, slots, backend.sms, bool(window), **{"keys": keys} | tuning)
-    count = shape.rows_a_pass(work.size) if shape.splits else rows  # uncut needs no workspace
+    count = shape.rows_a_pass(room) if shape.splits else rows  # uncut needs no workspace
     if not count:
         return None
     held = 0  # blocks that may wait for each other
     if waits and shape.splits:
         function = backend.device.function("attend_fast.cu", "attend_fast", shape.defines)
         held = backend.device.holds(function, THREADS, shape.shared)
+    # qkv, which writes the newest keys, lets its successor start late (fast.py): what came before it is there.
+    early = (cache_k, cache_v) if shape.splits and count >= rows else ()
     for first in range(0, rows, count):
         here = slice(first, min(first + count, rows))
         part = [a[here] for a in (q, slot, pos, begin, end)]
         total = len(part[0])
         grid = -(-total // shape.group) * groups * shape.units
         args = [
-            part[0], cache_k, cache_v, *part[1:], window, causal, scale, work, o[here], total, heads, groups, room,
-            shape.group, shape.splits, shape.units, grid <= held,
+            part[0], cache_k, cache_v, *part[1:], window, causal, scale, work, work[work.size - room :], o[here],
+            total, heads, groups, cached, shape.group, shape.splits, shape.units, grid <= held, bool(early),
         ]  # fmt: skip
         backend.launch(
             "attend_fast.cu", "attend_fast", grid, THREADS, shape.shared, args, shape.defines,
-            dependent=backend.dependent,
+            dependent=backend.dependent, early=early,
         )  # fmt: skip
     return True
 

@@ -22,6 +22,8 @@ prepared it only compiles and loads, so a row function must not depend on what k
 number of multiprocessors.
 """
 
+from dataclasses import replace
+
 import numpy as np
 
 from ..weight import TILE, Weight
@@ -59,14 +61,13 @@ def tiles_of(rows, is_paired=False):
 
 
 def work_size(backend, rows, cols, outputs):
-    """f32 elements of workspace, counters not counted. outputs 0: no product, attention alone."""
-    pieces = attend_fast.work_size(backend)
+    """f32 elements of workspace, counters and attention's pieces not counted. outputs 0: no product."""
     if not outputs:
-        return pieces
+        return 0
     cut = split.choose(outputs, cols, backend.sms)
     tiles = -(-outputs // TILE) + 2  # two matrices round up twice
     finished = split.ROWS * max(outputs, 2 * 16 * backend.sms)  # rows of fuse; bests of head
-    return max(pieces, cut.work(tiles) + finished)
+    return cut.work(tiles) + finished
 
 
 def defines_of(cut, token_tiles):
@@ -127,7 +128,9 @@ def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, si
     cols, (_, heads, size), (_, groups, cached, _) = wq.cols, q.shape, cache_k.shape
     if (wq.layout, wkv.layout) != ("packed", "packed") or not has_room(heads + 2 * groups, size):
         return None
-    cut = split.choose(wq.rows + wkv.rows, cols, backend.sms)
+    # Its successor may start once all blocks of this kernel have seen their predecessor end: attend asks for older
+    # keys before its own wait, and those must be whole.
+    cut = replace(split.choose(wq.rows + wkv.rows, cols, backend.sms), early=False)
 
     def args(here, count):
         return [
