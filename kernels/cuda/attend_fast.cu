@@ -65,7 +65,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 
             auto piece = [&] { return pieces + (size_t)(set.place.index * units + set.place.own) * PIECE; };
             float out[N][4] = {}, m[2] = {NO_KEY, NO_KEY};
-            for (int leaf = set.leaf_first; leaf < set.leaf_end; ++leaf) {
+            const int leaf_first = set.leaf_first, leaf_end = set.leaf_end;
+            for (int leaf = leaf_first; leaf < leaf_end; ++leaf) {
                 const int warp = thread_again() / 32, tile = warp % TILES, part = warp / TILES;
                 const int own = part * KEY_TILES * 8, key0 = leaf * LEAF;
                 const bool masks = set.only >= 0 || key0 < set.shared_low || key0 + LEAF > set.shared_high;
@@ -73,8 +74,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                 {
                     float s[KEY_TILES][4];
                     cp_async_wait<1>();
+                    fence_async_shared();
                     __syncthreads();  // K is there, and q
-                    scores(s, tile, K_AT + own * UNITS * 16, __fmul_rn(scale, LOG2_E));
+                    scores(s, tile, own, __fmul_rn(scale, LOG2_E));
                     if (masks) mask(s, set, rows, tile, key0 + own);
                     tell_maxima(s, tile, part);
                     cp_async_wait<0>();
@@ -82,11 +84,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                     take_maxima(m, shrink, tile);
                     tell_probabilities(s, m, tile, part);
                 }
+                fence_async_shared();
                 __syncthreads();
                 if (part == 0) {
-                    take_sums(leaf == set.leaf_first, shrink, tile);
+                    take_sums(leaf == leaf_first, shrink, tile);
                     const int quarter = thread_again() % 4;
-                    if (leaf + 1 == set.leaf_end && set.only < 0 && quarter < QUARTERS)
+                    if (leaf + 1 == leaf_end && set.only < 0 && quarter < QUARTERS)
 #pragma unroll
                         for (int half = 0; half < 2; ++half) {
                             const int tile_row = 16 * tile + 8 * half + thread_again() % 32 / 4;
@@ -97,8 +100,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                                                 marked(((const float*)(shared + TOTALS_AT))[tile_row])));
                         }
                 }
-                if (part * N < UNITS) values(out, shrink, tile, part * N);
-                if (leaf + 1 == set.leaf_end) break;
+                if (PARTS * N == UNITS || part * N < UNITS) values(out, shrink, tile, part * N);
+                if (leaf + 1 == leaf_end) break;
                 __syncthreads();  // probabilities and V have been read
                 load(cache_k, K_AT, leaf + 1);
                 cp_async_commit();

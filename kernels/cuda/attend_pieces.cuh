@@ -6,7 +6,11 @@
  * sees. So the units grow with the context and the grid stays full, and still no bit of a row depends on the
  * rows beside it: rows whose units differ are different sets. */
 #pragma once
+#ifdef WGMMA  // sm_90a: products of four warps at a time, four tiles
+#include "wgmma.cuh"
+#else
 #include "sm90.cuh"
+#endif
 
 #ifndef HEAD
 #define HEAD 128
@@ -16,9 +20,6 @@
 #endif
 #ifndef GROUP  // rows a group has at most
 #define GROUP 16
-#endif
-#ifndef UNROLL
-#define UNROLL 1
 #endif
 #ifndef TERMS  // bf16 numbers that make one probability: 2 keep 16 bits of it
 #define TERMS 2
@@ -43,7 +44,7 @@ constexpr int WHOLE = 1 << 20;    // leaves of a unit that is never cut
 constexpr float NO_KEY = -3e38f;  // the largest score of no key at all; finite: differences are
 constexpr float LOG2_E = 1.4426950408889634f;
 
-extern __shared__ __align__(16) char shared[];  // q, a leaf of K, a leaf of V, statistics, plans
+extern __shared__ __align__(1024) char shared[];  // q, a leaf of K, a leaf of V, statistics, plans
 
 struct Rows {
     const int *slot, *pos, *begin, *end;
@@ -149,12 +150,12 @@ __device__ __forceinline__ int2 keys_of(const Set& set, const Row* rows, int til
     return is_member ? make_int2(rows[at].first, rows[at].last) : make_int2(0, 0);
 }
 
-/* Where 16-byte unit `unit` of a row lies in a tile with `Units` units a row. The exclusive or spreads a
- * column of eight rows over all banks. `at`: what the tile begins at. Any multiple of 4 units more is an
- * exclusive or too, where `unit` is below 4. */
-template <int Units>
+/* Where 16-byte unit `unit` of a row lies in a tile of Rows rows, which has 64 numbers of every row, then the
+ * next 64. The exclusive or spreads a column of eight rows over all banks; wgmma.cuh has the same order.
+ * Where `unit` is below 2 or 4, a multiple of that more, below 8, is an exclusive or too. */
+template <int Rows>
 __device__ __forceinline__ int unit_at(int at, int row, int unit) {
-    return at + row * Units * 16 + ((unit ^ (row & 7)) << 4);
+    return at + unit / 8 * (Rows * 128) + row * 128 + ((unit % 8 ^ (row & 7)) << 4);
 }
 
 /* A leaf of K or V, zeros outside [low, high). cache: of the slot and kv head. */
@@ -162,11 +163,11 @@ __device__ __forceinline__ void load_leaf(const bf16* cache, int to, int leaf, i
     const int thread = thread_again(), unit = thread % UNITS;
     int key = leaf * LEAF + thread / UNITS;
     cache += (size_t)key * HEAD + 8 * unit;
-    to = unit_at<UNITS>(to, thread / UNITS, unit);
+    to = unit_at<LEAF>(to, thread / UNITS, unit);
 #pragma unroll
     for (int i = 0; i < LEAF * UNITS / THREADS; ++i, key += THREADS / UNITS) {
         bool is_seen = key >= low && key < high;
-        cp_async_16_or_zero(shared + to + 16 * i * THREADS, cache + 8 * i * THREADS, is_seen);
+        cp_async_16_or_zero(shared + to + i * (THREADS / UNITS) * 128, cache + 8 * i * THREADS, is_seen);
     }
 }
 
@@ -176,29 +177,43 @@ __device__ __forceinline__ void load_q(const bf16* q, const Place& place, int T,
     for (int row = thread / UNITS; row < ROWS; row += THREADS / UNITS) {
         int t = place.from + row / place.ratio, head = place.g * place.ratio + row % place.ratio;
         const bf16* source = q + ((size_t)min(t, T - 1) * H + head) * HEAD + 8 * unit;
-        cp_async_16_or_zero(shared + unit_at<UNITS>(0, row, unit), source, t < T);
+        cp_async_16_or_zero(shared + unit_at<ROWS>(0, row, unit), source, t < T);
     }
 }
 
-/* s = c q k^T: the tile's 16 rows, the warp's keys. k: where the first one's row lies. */
-__device__ __forceinline__ void scores(float (&s)[KEY_TILES][4], int tile, int k, float c) {
-    const int lane = thread_again() % 32, i = lane / 8, r = lane % 8;
-    const int q = unit_at<UNITS>(0, 16 * tile + i % 2 * 8 + r, i / 2);
-    k = unit_at<UNITS>(k, r, i);
+/* s = c q k^T: the tile's 16 rows, the warp's keys from `own` of the leaf on. */
+__device__ __forceinline__ void scores(float (&s)[KEY_TILES][4], int tile, int own, float c) {
 #pragma unroll
     for (int n = 0; n < KEY_TILES; ++n)
 #pragma unroll
         for (int e = 0; e < 4; ++e) s[n][e] = 0.f;
-#pragma unroll(UNROLL)
+#ifdef WGMMA
+    wgmma_pin(s);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < HEAD / 16; ++step)
+        wgmma<false>(s, wgmma_columns(shared + step / 4 * ROWS * 128 + step % 4 * 32),
+                     wgmma_columns(shared + K_AT + step / 4 * LEAF * 128 + own * 128 + step % 4 * 32));
+    wgmma_commit();
+    wgmma_wait<0>();
+    wgmma_pin(s);
+#else
+    const int lane = thread_again() % 32, i = lane / 8, r = lane % 8;
+    const int q = unit_at<ROWS>(0, 16 * tile + i % 2 * 8 + r, i / 2);
+    const int k = unit_at<LEAF>(K_AT, own + r, i);
+#pragma unroll 1
     for (int step = 0; step < HEAD / 32; ++step) {
-        uint4 a = ldmatrix_x4(shared + (q ^ 64 * step)), later = ldmatrix_x4(shared + (q ^ (64 * step + 32)));
+        const char* const rows = shared + step / 2 * ROWS * 128;
+        uint4 a = ldmatrix_x4(rows + (q ^ step % 2 * 64)),
+              later = ldmatrix_x4(rows + (q ^ (step % 2 * 64 + 32)));
 #pragma unroll
         for (int n = 0; n < KEY_TILES; ++n) {
-            uint4 b = ldmatrix_x4(shared + (k ^ 64 * step) + 8 * n * UNITS * 16);
+            uint4 b = ldmatrix_x4(shared + step / 2 * LEAF * 128 + (k ^ step % 2 * 64) + 8 * n * 128);
             mma_bf16(s[n], a, b.x, b.y);
             mma_bf16(s[n], later, b.z, b.w);
         }
     }
+#endif
 #pragma unroll
     for (int n = 0; n < KEY_TILES; ++n)
 #pragma unroll
@@ -262,7 +277,6 @@ __device__ __forceinline__ void tell_probabilities(const float (&s)[KEY_TILES][4
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int row = 16 * tile + 8 * half + lane / 4;
-        char* const p = shared + K_AT + row * KEY_UNITS * 16 + 4 * (lane % 4);
         float* const sums = (float*)(shared + SUMS_AT) + row * KEY_UNITS;
 #pragma unroll
         for (int n = 0; n < KEY_TILES; ++n) {
@@ -270,7 +284,7 @@ __device__ __forceinline__ void tell_probabilities(const float (&s)[KEY_TILES][4
             float x = exp2_fast(__fsub_rn(s[n][2 * half], m[half]));
             float y = exp2_fast(__fsub_rn(s[n][2 * half + 1], m[half]));
             const u32 high = pack_bf16(x, y);
-            char* const to = p + ((unit ^ (row & 7)) << 4);
+            char* const to = shared + unit_at<ROWS>(K_AT, row, unit) + 4 * (lane % 4);
             *(u32*)to = high;
             if (TERMS == 2)
                 *(u32*)(to + P_BYTES) = pack_bf16(__fsub_rn(x, low_f32(high)), __fsub_rn(y, high_f32(high)));
@@ -307,30 +321,46 @@ __device__ __forceinline__ void take_sums(bool is_first, const float (&shrink)[2
 
 /* o = o * shrink + p v: the leaf's keys in order, the warp's components, from first_unit on. */
 __device__ __forceinline__ void values(float (&o)[N][4], const float (&shrink)[2], int tile, int first_unit) {
-    const int lane = thread_again() % 32, i = lane / 8, r = lane % 8;
-    const int p = unit_at<KEY_UNITS>(K_AT, 16 * tile + i % 2 * 8 + r, i / 2);
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
         for (int e = 0; e < 4; ++e) o[n][e] = __fmul_rn(o[n][e], shrink[e / 2]);
-#pragma unroll(UNROLL)
+#ifdef WGMMA
+    const char* const v = shared + V_AT + first_unit / 8 * LEAF * 128 + first_unit % 8 * 16;
+    wgmma_pin(o);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < LEAF / 16; ++step)
+#pragma unroll
+        for (int term = 0; term < TERMS; ++term)
+            wgmma<true>(o,
+                        wgmma_columns(shared + K_AT + term * P_BYTES + step / 4 * ROWS * 128 + step % 4 * 32),
+                        wgmma_columns(v + step * 16 * 128));
+    wgmma_commit();
+    wgmma_wait<0>();
+    wgmma_pin(o);
+#else
+    const int lane = thread_again() % 32, i = lane / 8, r = lane % 8;
+    const int p = unit_at<ROWS>(K_AT, 16 * tile + i % 2 * 8 + r, i / 2);
+#pragma unroll 1
     for (int step = 0; step < LEAF / 32; ++step) {
         uint4 a[2][TERMS];
 #pragma unroll
         for (int j = 0; j < 2; ++j)
 #pragma unroll
             for (int term = 0; term < TERMS; ++term)
-                a[j][term] = ldmatrix_x4(shared + (p ^ (64 * step + 32 * j)) + term * P_BYTES);
+                a[j][term] = ldmatrix_x4(shared + step / 2 * ROWS * 128 + (p ^ (step % 2 * 64 + 32 * j)) +
+                                         term * P_BYTES);
 #pragma unroll
         for (int n = 0; n < N; ++n) {
-            const int v = unit_at<UNITS>(V_AT, 32 * step + lane, first_unit + n);
-            uint4 b = ldmatrix_x4_trans(shared + v);
+            uint4 b = ldmatrix_x4_trans(shared + unit_at<LEAF>(V_AT, 32 * step + lane, first_unit + n));
 #pragma unroll
             for (int term = 0; term < TERMS; ++term) mma_bf16(o[n], a[0][term], b.x, b.y);
 #pragma unroll
             for (int term = 0; term < TERMS; ++term) mma_bf16(o[n], a[1][term], b.z, b.w);
         }
     }
+#endif
 }
 
 /* A sum of p v divided by that of p. Minus zero becomes zero: whether keys that a row does not see lay in its
@@ -365,7 +395,7 @@ __device__ __forceinline__ float2* stats_at(float* piece, int tile_row, int quar
  * components a lane, 16 pieces at a time. Weights are relative to the largest score so far; lanes add up
  * their own pieces in order, then meet. */
 __device__ __forceinline__ void merge(float* pieces, int count, int tile_row, int quarter, bf16* o) {
-    constexpr int OWN = 4, STEP = 4 * PIECE;  // pieces of a lane, f32 from one to the next
+    constexpr int OWN = 5, STEP = 4 * PIECE;  // pieces of a lane, f32 from one to the next
     const int lane = thread_again() % 32;
     float m = NO_KEY, l = 0.f, sum[4] = {};
     pieces += lane / 8 * PIECE;

@@ -21,6 +21,16 @@ __device__ __forceinline__ u64 wgmma_columns(const void* shared) {
 /* Before the first wgmma, and between writes of its registers and a wgmma. */
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
+/* What is computed of d so far is computed before what follows: else it may come between the fence and the
+ * wgmma, which the compiler mends with a fence of its own, one for each. */
+template <int Tiles>
+__device__ __forceinline__ void wgmma_pin(float (&d)[Tiles][4]) {
+#pragma unroll
+    for (int n = 0; n < Tiles; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) asm volatile("" : "+f"(d[n][e])::"memory");
+}
+
 __device__ __forceinline__ void wgmma_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
@@ -72,6 +82,31 @@ __device__ __forceinline__ void wgmma(float (&d)[128], const uint4& a, u64 b) {
                  : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b));
 }
 
+#define FOUR(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
+
+/* d += A * B with A in shared memory too: a: wgmma_columns of its 64 rows. d[i] are columns 8i .. 8i+7.
+ * IsTurned: B lies k by k, rows of 64 columns (128 bytes) as wgmma_columns has them, one a k; b may name 32
+ * bytes on in them, and 8 k are 1024 bytes. */
+template <bool IsTurned>
+__device__ __forceinline__ void wgmma(float (&d)[2][4], u64 a, u64 b) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, 1, "
+        "1, "
+        "1, 0, %10;"
+        : FOUR(0), FOUR(1)
+        : "l"(a), "l"(b), "n"((int)IsTurned));
+}
+
+template <bool IsTurned>
+__device__ __forceinline__ void wgmma(float (&d)[4][4], u64 a, u64 b) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, "
+        "%11, %12, %13, %14, %15}, %16, %17, 1, 1, 1, 0, %18;"
+        : FOUR(0), FOUR(1), FOUR(2), FOUR(3)
+        : "l"(a), "l"(b), "n"((int)IsTurned));
+}
+
+#undef FOUR
 #undef EIGHT
 #undef THIRTY_TWO
 #undef D0

@@ -2,6 +2,8 @@
 #pragma once
 
 inline void wgmma_fence(EMULATE_SITE) { emulate::wgmma_fence(site); }
+template <int Tiles>
+void wgmma_pin(float (&)[Tiles][4]) {}
 inline void wgmma_commit(EMULATE_SITE) { emulate::wgmma_commit(site); }
 
 template <int Left>
@@ -12,7 +14,13 @@ void wgmma_wait(EMULATE_SITE) {
 template <int Sums>
 void wgmma(float (&d)[Sums], const uint4& a, u64 b, EMULATE_SITE) {
     static_assert(Sums == 32 || Sums == 64 || Sums == 128);
-    emulate::wgmma(d, Sums, &a.x, b, site);
+    emulate::wgmma(d, Sums, &a.x, 0, b, false, site);
+}
+
+template <bool IsTurned, int Tiles>
+void wgmma(float (&d)[Tiles][4], u64 a, u64 b, EMULATE_SITE) {
+    static_assert(Tiles == 2 || Tiles == 4);
+    emulate::wgmma(d[0], 4 * Tiles, nullptr, a, b, IsTurned, site);
 }
 
 template <int Count>

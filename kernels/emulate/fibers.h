@@ -106,7 +106,7 @@ struct Mma {
 };
 
 /* b: a matrix descriptor. sums: floats of d, half the columns of B. */
-void wgmma(float* d, unsigned sums, const unsigned* a, uint64_t b, Site site);
+void wgmma(float* d, unsigned sums, const unsigned* a, uint64_t rows, uint64_t b, bool is_turned, Site site);
 void wgmma_fence(Site site);
 void wgmma_commit(Site site);
 void wgmma_wait(unsigned left, Site site);

@@ -47,9 +47,10 @@ struct Fiber : Thread {
 
 /* A product of a warpgroup, as one of its warps asked for it: warpgroups.cpp. */
 struct Wgmma {
-    const unsigned* a[32];
+    const unsigned* a[32];  // null: A's rows are in shared memory
     float* d[32];
-    uint64_t b;
+    uint64_t rows, b;
+    bool is_turned;
     unsigned sums, group;
 };
 

@@ -23,10 +23,11 @@ static float widen(unsigned bits) {
     return x;
 }
 
-/* B from shared memory, k by k. The descriptor as in the PTX manual (matrix descriptor format): address and
- * strides in 16 bytes; of the layouts only columns of 64 k with 128-byte swizzle, which exchanges bits 4..6
- * of an address by bits 7..9 of the same. */
-static void read_columns(uint64_t descriptor, unsigned columns, float* b) {
+/* Columns of B, or rows of A, from shared memory, k by k. The descriptor as in the PTX manual (matrix
+ * descriptor format): address and strides in 16 bytes; of the layouts only 128-byte swizzle, which exchanges
+ * bits 4..6 of an address by bits 7..9 of the same: columns of 64 k, or (is_turned) one k after the other, 64
+ * columns of it. */
+static void read_columns(uint64_t descriptor, unsigned columns, bool is_turned, float* b) {
     Block* block = self()->block;
     uint64_t start = (descriptor & 0x3fff) << 4, stride = (descriptor >> 32 & 0x3fff) << 4;
     if (descriptor >> 62 != 1)
@@ -34,18 +35,21 @@ static void read_columns(uint64_t descriptor, unsigned columns, float* b) {
     if (descriptor >> 49 & 7 || start & 0x380 || stride % 1024)
         fail("wgmma: columns at byte %u, stride %u, are not aligned to 1024", (unsigned)start,
              (unsigned)stride);
-    if ((start & 0x7f) > 96) fail("wgmma: the 16 k at byte %u go beyond their 64", (unsigned)start);
-    for (unsigned column = 0; column < columns; ++column)
-        for (unsigned unit = 0; unit < 2; ++unit) {
-            uint64_t at = start + column / 8 * stride + column % 8 * 128 + 16 * unit;
+    if ((start & 0x7f) + (is_turned ? 2 * columns : 32) > 128)
+        fail("wgmma: the %s at byte %u go beyond their 64", is_turned ? "columns" : "16 k", (unsigned)start);
+    const unsigned lines = is_turned ? 16 : columns, units = is_turned ? columns / 8 : 2;
+    for (unsigned line = 0; line < lines; ++line)
+        for (unsigned unit = 0; unit < units; ++unit) {
+            uint64_t at = start + line / 8 * stride + line % 8 * 128 + 16 * unit;
             at ^= (at >> 7 & 7) << 4;
             if (at + 16 > launch.request->shared_bytes)
-                fail("wgmma: column %u lies outside of shared memory", column);
+                fail("wgmma: column %u lies outside of shared memory", line);
             race_access(block->shared + at, 16, false, nullptr);
-            for (unsigned k = 0; k < 8; ++k) {
+            for (unsigned i = 0; i < 8; ++i) {
                 uint16_t bits;
-                memcpy(&bits, block->shared + at + 2 * k, 2);
-                b[(8 * unit + k) * columns + column] = widen(bits);
+                memcpy(&bits, block->shared + at + 2 * i, 2);
+                const unsigned k = is_turned ? line : 8 * unit + i, column = is_turned ? 8 * unit + i : line;
+                b[k * columns + column] = widen(bits);
             }
         }
 }
@@ -55,11 +59,18 @@ static void happen(Warp& warp, const Wgmma& product) {
     unsigned columns = 2 * product.sums;
     std::vector<float> b(16 * columns), d(16 * columns);
     float a[16][16];
-    read_columns(product.b, columns, b.data());
+    read_columns(product.b, columns, product.is_turned, b.data());
+    if (!product.a[0]) {
+        std::vector<float> rows(16 * 64);
+        read_columns(product.rows, 64, false, rows.data());
+        for (unsigned i = 0; i < 256; ++i)
+            a[i / 16][i % 16] = rows[i % 16 * 64 + index_of(warp) % 4 * 16 + i / 16];
+    }
     std::vector<float>* sums[32];
     for (unsigned lane = 0; lane < 32; ++lane) {
         unsigned g = lane / 4, t = 2 * (lane % 4);
-        for (unsigned i = 0; i < 8; ++i)  // words are rows g, g + 8, and the same of the other 8 k
+        for (unsigned i = 0; product.a[0] && i < 8;
+             ++i)  // words are rows g, g + 8, and the same of the other 8 k
             a[g + i / 2 % 2 * 8][t + i % 2 + i / 4 * 8] =
                 widen(product.a[lane][i / 2] >> 16 * (i % 2) & 0xffff);
         sums[lane] = &warp.flying[product.d[lane]].sums;
@@ -88,7 +99,8 @@ struct Asked {
     float* d;
     unsigned sums;
     const unsigned* a;
-    uint64_t b;
+    uint64_t rows, b;
+    bool is_turned;
 };
 
 static void ask(void* const* operands, unsigned lanes) {
@@ -97,9 +109,10 @@ static void ask(void* const* operands, unsigned lanes) {
     Wgmma product{};
     for (unsigned lane = 0; lane < 32; ++lane) {
         const Asked& mine = *static_cast<Asked*>(operands[lane]);
-        if (lane && (mine.b != product.b || mine.sums != product.sums))
+        if (lane && (mine.b != product.b || mine.rows != product.rows || mine.sums != product.sums))
             fail("wgmma: lanes 0 and %u name different matrices", lane);
-        product.b = mine.b, product.sums = mine.sums;
+        product.rows = mine.rows, product.b = mine.b, product.is_turned = mine.is_turned;
+        product.sums = mine.sums;
         product.a[lane] = mine.a, product.d[lane] = mine.d;
         Flying& flying = warp.flying[mine.d];
         if (!flying.products++) {
@@ -114,12 +127,12 @@ static void ask(void* const* operands, unsigned lanes) {
     if (all.size() <= group) all.resize(group + 1);
     if (warp.asked == all[group].size()) all[group].push_back(product);
     const Wgmma& first = all[group][warp.asked++];
-    if (first.b != product.b || first.sums != product.sums)
+    if (first.b != product.b || first.rows != product.rows || first.sums != product.sums)
         fail("wgmma %u of a warpgroup: its warps name different matrices", warp.asked);
 }
 
-void wgmma(float* d, unsigned sums, const unsigned* a, uint64_t b, Site site) {
-    Asked mine{d, sums, a, b};
+void wgmma(float* d, unsigned sums, const unsigned* a, uint64_t rows, uint64_t b, bool is_turned, Site site) {
+    Asked mine{d, sums, a, rows, b, is_turned};
     warp_meet(0xffffffffu, "wgmma", &mine, ask, site);
 }
 

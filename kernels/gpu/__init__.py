@@ -15,6 +15,7 @@ from ..weight import Weight
 # f32 at the start of every workspace: u32 counters, zero when allocated, left at zero by kernels. So are attention's pieces
 # at its end.
 COUNTERS = 4096
+HAS_WGMMA = "sm_90a", "emulated"  # arches
 
 from . import attend_fast, fast, plain, prefill  # they read COUNTERS
 

@@ -4,7 +4,7 @@ How rows are grouped and how many share a launch change no bit of any row. What 
 cut into at most (a matter of the card and of G alone), and the terms of a probability.
 """
 
-from . import COUNTERS
+from . import COUNTERS, HAS_WGMMA
 
 LEAF, THREADS = 128, 512
 TERMS = 2  # bf16 numbers a probability: one keeps 8 bits of it, two 16
@@ -24,17 +24,18 @@ def piece_size(tile_rows, size):
 
 
 class Shape:
-    """How one call is cut. rows: T. keys: that any row sees. Tuning: terms as the macro; splits: units of a row at most."""
+    """How one call is cut. rows: T. keys: that any row sees. Tuning: terms as the macro; splits: units of a row at most; wgmma:
+    products of four warps, where the arch has them."""
 
     def __init__(self, rows, heads, groups, size, slots, sms, is_windowed=False, group=None, terms=TERMS, splits=None,
-                 keys=None):  # fmt: skip
+                 keys=None, wgmma=True):  # fmt: skip
         self.size, self.ratio, self.groups = size, heads // groups, groups
         # A set ends where its slot does: the rows of a slot are taken in equal parts.
         width = rows // slots if rows % slots == 0 else rows
         self.most = 16 if size == 128 else 32  # rows of a group: room for two blocks a multiprocessor
         most = min(self.most, max(1, 64 // self.ratio))
         self.group = group or -(-width // -(-width // most))
-        self.tiles = next(t for t in (1, 2, 4, 1 << 30) if self.group * self.ratio <= 16 * t)
+        self.tiles = 4 if wgmma else next(t for t in (1, 2, 4) if self.group * self.ratio <= 16 * t)
         tile_rows = 16 * self.tiles
         k = max(2 * LEAF * size, terms * 2 * LEAF * tile_rows)  # probabilities take the place of K
         statistics = 4 * 16 * 16 + 4 * tile_rows * (LEAF // 8 + 1)
@@ -47,6 +48,8 @@ class Shape:
         units = min(splits, -(-keys // LEAF)) if keys else splits  # of the longest row: of a leaf at least
         self.units = max(1, units) + (is_windowed and splits > 0)
         self.defines = {"HEAD": size, "TILES": self.tiles, "GROUP": self.most, "TERMS": terms}
+        if wgmma:
+            self.defines["WGMMA"] = 1
 
     def rows_a_pass(self, room):
         """Rows of one launch: what counters and so many f32 of pieces hold. 0: none."""
@@ -63,7 +66,8 @@ def attend(
     if backend.activations != "bf16" or size not in (64, 128) or heads // groups > 64:
         return None
     keys, room = min(backend.bucket or cached, cached), work_size(backend)
-    shape = Shape(rows, heads, groups, size, slots, backend.sms, bool(window), **{"keys": keys} | tuning)
+    how = {"keys": keys, "wgmma": backend.device.arch in HAS_WGMMA} | tuning
+    shape = Shape(rows, heads, groups, size, slots, backend.sms, bool(window), **how)
     count = shape.rows_a_pass(room) if shape.splits else rows  # uncut needs no workspace
     if not count:
         return None

@@ -11,7 +11,7 @@ from functools import partial
 
 from ..table import ROWS
 from ..weight import TILE
-from . import COUNTERS
+from . import COUNTERS, HAS_WGMMA
 from .attend_fast import attend_prompt
 
 STAGE_K = 64
@@ -24,7 +24,6 @@ TILES = {
 # Blocks of a tile that a multiprocessor holds, and what they take at K = 4096: us on an H100, of 16 to 2,048 rows.
 WAVES = {(64, 4, 4): (3, 36), (64, 8, 4): (2, 38), (128, 8, 6): (1, 37), (256, 8, 4): (1, 47)}
 FRAME = "wgmma"  # where a card has both
-HAS_WGMMA = "sm_90a", "emulated"  # arches
 
 
 class Prefill:
