@@ -20,17 +20,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     attend_fast(const bf16* q, const bf16* cache_k, const bf16* cache_v, const int* slot, const int* pos,
                 const int* begin, const int* end, int window, int causal, float scale, u32* counters,
                 float* pieces, bf16* o, int T, int H, int G, int S, int group, int splits, int units,
-                int waits, int early) {
+                int spread, int waits, int early) {
     Row* const rows = (Row*)(shared + ROWS_AT);
     Set& set = *(Set*)(shared + SET_AT);
     static_assert(sizeof(Set) <= SET_BYTES);
 
+    // Of two neighbours, which come to one multiprocessor, the second is from the later half: units are in
+    // order.
+    const int item = spread ? blockIdx.x / 2 + blockIdx.x % 2 * spread : blockIdx.x;
+    if (item >= (T + group - 1) / group * G * units) return;
     if (!early) griddep_wait();
     bool is_old = false;
     if (warp_index() == 0) {
-        const int g = blockIdx.x % G, groups = (T + group - 1) / group;
+        const int g = item % G, groups = (T + group - 1) / group;
         // In the grid, units come last: those with keys start first.
-        const int from = blockIdx.x / G % groups * group, own = blockIdx.x / G / groups;
+        const int from = item / G % groups * group, own = item / G / groups;
         const Rows all{slot, pos, begin, end, T, group, window, causal, splits};
         set.start(rows, all, {H / G, g, from, own, from / group * G + g});
         if (set.left) {

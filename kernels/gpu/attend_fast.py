@@ -58,7 +58,7 @@ class Shape:
 
 
 def attend(
-    backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, work, o, waits=True, **tuning
+    backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, work, o, waits=True, spread=True, **tuning
 ):
     """Row `attend` of the table; None declines. waits: blocks may wait for each other. tuning: of `Shape`."""
     rows, heads, size = q.shape
@@ -81,13 +81,15 @@ def attend(
         here = slice(first, min(first + count, rows))
         part = [a[here] for a in (q, slot, pos, begin, end)]
         total = len(part[0])
-        grid = -(-total // shape.group) * groups * shape.units
+        items = -(-total // shape.group) * groups * shape.units
+        # Blocks come to a multiprocessor by twos: few are spread over all of them, every other one does nothing.
+        half = max(-(-items // 2), min(items, backend.sms)) if shape.splits and spread else 0
         args = [
             part[0], cache_k, cache_v, *part[1:], window, causal, scale, work, work[work.size - room :], o[here],
-            total, heads, groups, cached, shape.group, shape.splits, shape.units, grid <= held, bool(early),
+            total, heads, groups, cached, shape.group, shape.splits, shape.units, half, items <= held, bool(early),
         ]  # fmt: skip
         backend.launch(
-            "attend_fast.cu", "attend_fast", grid, THREADS, shape.shared, args, shape.defines,
+            "attend_fast.cu", "attend_fast", 2 * half or items, THREADS, shape.shared, args, shape.defines,
             dependent=backend.dependent, early=early,
         )  # fmt: skip
     return True
