@@ -82,31 +82,29 @@ __device__ __forceinline__ void wgmma(float (&d)[128], const uint4& a, u64 b) {
                  : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b));
 }
 
-#define FOUR(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
+#define TILES_OF_8(i)                                                                                  \
+    "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3]), "+f"(d[i + 1][0]), "+f"(d[i + 1][1]),  \
+        "+f"(d[i + 1][2]), "+f"(d[i + 1][3]), "+f"(d[i + 2][0]), "+f"(d[i + 2][1]), "+f"(d[i + 2][2]), \
+        "+f"(d[i + 2][3]), "+f"(d[i + 3][0]), "+f"(d[i + 3][1]), "+f"(d[i + 3][2]), "+f"(d[i + 3][3])
 
-/* d += A * B with A in shared memory too: a: wgmma_columns of its 64 rows. d[i] are columns 8i .. 8i+7.
- * IsTurned: B lies k by k, rows of 64 columns (128 bytes) as wgmma_columns has them, one a k; b may name 32
- * bytes on in them, and 8 k are 1024 bytes. */
-template <bool IsTurned>
-__device__ __forceinline__ void wgmma(float (&d)[2][4], u64 a, u64 b) {
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, 1, "
-        "1, "
-        "1, 0, %10;"
-        : FOUR(0), FOUR(1)
-        : "l"(a), "l"(b), "n"((int)IsTurned));
+/* The same with A in shared memory too, a: wgmma_columns of its 64 rows. d[i] are columns 8i .. 8i+7. */
+__device__ __forceinline__ void wgmma(float (&d)[16][4], u64 a, u64 b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" D0 ", " D32
+                 "}, %64, %65, 1, 1, 1, 0, 0;"
+                 : TILES_OF_8(0), TILES_OF_8(4), TILES_OF_8(8), TILES_OF_8(12)
+                 : "l"(a), "l"(b));
 }
 
-template <bool IsTurned>
-__device__ __forceinline__ void wgmma(float (&d)[4][4], u64 a, u64 b) {
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, "
-        "%11, %12, %13, %14, %15}, %16, %17, 1, 1, 1, 0, %18;"
-        : FOUR(0), FOUR(1), FOUR(2), FOUR(3)
-        : "l"(a), "l"(b), "n"((int)IsTurned));
+/* The same with A in registers, and B turned: k by k, a row of 64 columns (128 bytes) a k, in wgmma_columns's
+ * order. */
+__device__ __forceinline__ void wgmma_turned(float (&d)[8][4], const uint4& a, u64 b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" D0
+                 "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
+                 : TILES_OF_8(0), TILES_OF_8(4)
+                 : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b));
 }
 
-#undef FOUR
+#undef TILES_OF_8
 #undef EIGHT
 #undef THIRTY_TWO
 #undef D0

@@ -17,10 +17,12 @@ void wgmma(float (&d)[Sums], const uint4& a, u64 b, EMULATE_SITE) {
     emulate::wgmma(d, Sums, &a.x, 0, b, false, site);
 }
 
-template <bool IsTurned, int Tiles>
-void wgmma(float (&d)[Tiles][4], u64 a, u64 b, EMULATE_SITE) {
-    static_assert(Tiles == 2 || Tiles == 4);
-    emulate::wgmma(d[0], 4 * Tiles, nullptr, a, b, IsTurned, site);
+inline void wgmma(float (&d)[16][4], u64 a, u64 b, EMULATE_SITE) {
+    emulate::wgmma(d[0], 64, nullptr, a, b, false, site);
+}
+
+inline void wgmma_turned(float (&d)[8][4], const uint4& a, u64 b, EMULATE_SITE) {
+    emulate::wgmma(d[0], 32, &a.x, 0, b, true, site);
 }
 
 template <int Count>

@@ -6,7 +6,7 @@ cut into at most (a matter of the card and of G alone), and the terms of a proba
 
 from . import COUNTERS, HAS_WGMMA
 
-LEAF, THREADS = 128, 512
+LEAF, THREADS, TILE_ROWS = 128, 128, 64
 TERMS = 2  # bf16 numbers a probability: one keeps 8 bits of it, two 16
 
 
@@ -15,12 +15,12 @@ def work_size(backend):
 
     Zero when allocated, left at zero, and nobody else's: a word of a piece is there once it is not zero.
     """
-    return 4 * backend.sms * piece_size(64, 128) if backend.activations == "bf16" else 0
+    return 4 * backend.sms * piece_size(128) if backend.activations == "bf16" else 0
 
 
-def piece_size(tile_rows, size):
-    """f32 of a piece: o, then m and l for every 32 components."""
-    return tile_rows * (size + size // 16)
+def piece_size(size):
+    """f32 of a piece: o of every tile row, then m and l."""
+    return TILE_ROWS * (size + 2)
 
 
 class Shape:
@@ -35,11 +35,7 @@ class Shape:
         self.most = 16 if size == 128 else 32  # rows of a group: room for two blocks a multiprocessor
         most = min(self.most, max(1, 64 // self.ratio))
         self.group = group or -(-width // -(-width // most))
-        self.tiles = 4 if wgmma else next(t for t in (1, 2, 4) if self.group * self.ratio <= 16 * t)
-        tile_rows = 16 * self.tiles
-        k = max(2 * LEAF * size, terms * 2 * LEAF * tile_rows)  # probabilities take the place of K
-        statistics = 4 * 16 * 16 + 4 * tile_rows * (LEAF // 8 + 1)
-        self.shared = 2 * tile_rows * size + k + 2 * LEAF * size + statistics + 24 * self.most + 80
+        self.shared = 2 * TILE_ROWS * size + 4 * LEAF * size + 24 * self.most + 80
         if (
             splits is None
         ):  # two blocks a multiprocessor, with one for a window, which may begin within a unit
@@ -47,18 +43,18 @@ class Shape:
         self.splits = splits
         units = min(splits, -(-keys // LEAF)) if keys else splits  # of the longest row: of a leaf at least
         self.units = max(1, units) + (is_windowed and splits > 0)
-        self.defines = {"HEAD": size, "TILES": self.tiles, "GROUP": self.most, "TERMS": terms}
+        self.defines = {"HEAD": size, "GROUP": self.most, "TERMS": terms}
         if wgmma:
             self.defines["WGMMA"] = 1
 
     def rows_a_pass(self, room):
         """Rows of one launch: what counters and so many f32 of pieces hold. 0: none."""
-        pieces = room // (self.groups * self.units * piece_size(16 * self.tiles, self.size))
+        pieces = room // (self.groups * self.units * piece_size(self.size))
         return min(pieces, COUNTERS // self.groups) * self.group
 
 
 def attend(
-    backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, work, o, waits=True, spread=True, **tuning
+    backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, work, o, waits=True, **tuning
 ):
     """Row `attend` of the table; None declines. waits: blocks may wait for each other. tuning: of `Shape`."""
     rows, heads, size = q.shape
@@ -81,15 +77,13 @@ def attend(
         here = slice(first, min(first + count, rows))
         part = [a[here] for a in (q, slot, pos, begin, end)]
         total = len(part[0])
-        items = -(-total // shape.group) * groups * shape.units
-        # Blocks come to a multiprocessor by twos: few are spread over all of them, every other one does nothing.
-        half = max(-(-items // 2), min(items, backend.sms)) if shape.splits and spread else 0
+        grid = -(-total // shape.group) * groups * shape.units
         args = [
             part[0], cache_k, cache_v, *part[1:], window, causal, scale, work, work[work.size - room :], o[here],
-            total, heads, groups, cached, shape.group, shape.splits, shape.units, half, items <= held, bool(early),
+            total, heads, groups, cached, shape.group, shape.splits, shape.units, grid <= held, bool(early),
         ]  # fmt: skip
         backend.launch(
-            "attend_fast.cu", "attend_fast", 2 * half or items, THREADS, shape.shared, args, shape.defines,
+            "attend_fast.cu", "attend_fast", grid, THREADS, shape.shared, args, shape.defines,
             dependent=backend.dependent, early=early,
         )  # fmt: skip
     return True
