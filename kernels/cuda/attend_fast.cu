@@ -2,25 +2,22 @@
  * Grid:   a block for a unit of keys, a kv head and a group of rows; those past the keys have none, so one
  *         grid serves every context. Four warps: 64 tile rows, a row's query heads side by side, 16 a warp,
  * times the keys of a leaf; scores and sums stay in registers. A row of several units has a piece of each in
- *         the workspace; pieces are merged by all blocks of the group and head, a row a warp, as they come,
- *         where the card holds the whole grid at once (`waits`), else by the last block to come.
- * Moves:  K and V of the keys that a set sees, once: keys * G * HEAD * 4 bytes; a piece of the rows a unit
- *         through L2. With `early`, keys that this pass did not write are asked for before the kernel ahead,
- *         which writes q and the newest keys, has ended.
- * Source: Dao 2023 (FlashAttention-2), Shah et al. 2024 (3: wgmma), Flash-Decoding 2023; the cut at absolute
- *         keys: attend_pieces.cuh.
- * Truth:  oracle.py attend. */
+ *         the workspace; once all are there they are merged: by all blocks of the group and head, a row a
+ * warp, where the card holds the whole grid at once (`waits`), else by the last block to come. Moves:  K and
+ * V of the keys that a set sees, once: keys * G * HEAD * 4 bytes; a piece of the rows a unit through L2. With
+ * `early`, keys that this pass did not write are asked for before the kernel ahead, which writes q and the
+ * newest keys, has ended. Source: Dao 2023 (FlashAttention-2), Shah et al. 2024 (3: wgmma), Flash-Decoding
+ * 2023; the cut at absolute keys: attend_pieces.cuh. Truth:  oracle.py attend. */
 #include "attend_pieces.cuh"
 
 /* o is A[T,H,HEAD]; group * (H/G) <= 64, group <= GROUP. splits: units a row is cut into at most, or one
- * more; 0: none. units: blocks of a group and kv head. counters: one a group and kv head, zero before and
- * after. pieces: one a block, zeros before and after. early: the kernel ahead let this one start when all
- * before it had ended. */
+ * more; 0: none. units: blocks of a group and kv head. work: COUNTERS, two of them a group and kv head, zero
+ * before and after; then a piece a block. waits: blocks may wait for each other. early: the kernel ahead let
+ * this one start when all before it had ended. */
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     attend_fast(const bf16* q, const bf16* cache_k, const bf16* cache_v, const int* slot, const int* pos,
-                const int* begin, const int* end, int window, int causal, float scale, u32* counters,
-                float* pieces, bf16* o, int T, int H, int G, int S, int group, int splits, int units,
-                int waits, int early) {
+                const int* begin, const int* end, int window, int causal, float scale, float* work, bf16* o,
+                int T, int H, int G, int S, int group, int splits, int units, int waits, int early) {
     Row* const rows = (Row*)(shared + ROWS_AT);
     Set& set = *(Set*)(shared + SET_AT);
     static_assert(sizeof(Set) <= SET_BYTES);
@@ -64,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             is_old = false;
             griddep_launch();
 
-            float* const piece = pieces + (size_t)(set.place.index * units + set.place.own) * PIECE;
+            float* const piece = piece_at(work, set.place.index * units + set.place.own);
             const int leaf_end = set.leaf_end;
             Sums out = {};
             float m[2] = {NO_KEY, NO_KEY}, l[2] = {};
@@ -97,8 +94,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                         l[e] = __fadd_rn(l[e], __shfl_xor_sync(FULL_WARP, l[e], 1));
                         l[e] = __fadd_rn(l[e], __shfl_xor_sync(FULL_WARP, l[e], 2));
                         if (count[e] > 1 && set.only < 0 && lane % 4 == 0)
-                            store_relaxed(stats_at(piece, first_row + 8 * e),
-                                          make_float2(marked(m[e]), marked(l[e])));
+                            __stcg(stats_at(piece, first_row + 8 * e), make_float2(m[e], l[e]));
                     }
                 values_done(out);
                 if (!is_last) {
@@ -134,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                     for (int n = 0; n < UNITS; ++n) {
                         const float x = out[n / 8][n % 8][2 * e], y = out[n / 8][n % 8][2 * e + 1];
                         if (count[e] > 1)
-                            store_relaxed((float2*)(to + 8 * n), make_float2(marked(x), marked(y)));
+                            __stcg((float2*)(to + 8 * n), make_float2(x, y));
                         else
                             *(u32*)(whole + 8 * n) = divided(x, y, r);
                     }
@@ -162,13 +158,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     }
     if (set.most < 2) return;
 
+    u32* const counter = (u32*)work + 2 * set.place.index;
+    int first = 0, step = 1;
     griddep_launch();
-    if (!waits && !last_to_arrive(counters + set.place.index, units)) return;
-    const int first = waits ? set.place.own : 0, step = waits ? units : 1;
+    if (waits) {
+        __syncthreads();
+        if (warp == 0) {
+            if (lane == 0) red_add_release(counter, 1);
+            warp_wait_for(counter, units);
+            // Nobody waits any more once all have come here.
+            if (lane == 0 && atomicAdd(counter + 1, 1u) == units - 1) counter[0] = counter[1] = 0;
+        }
+        __syncthreads();
+        first = set.place.own, step = units;
+    } else if (!last_to_arrive(counter, units)) {
+        return;
+    }
     for (int tile_row = first + step * warp; tile_row < ROWS; tile_row += step * WARPS) {
         const int at = tile_row / set.place.ratio, count = at < group ? rows[at].pieces : 0;
         if (count > 1)
-            merge(pieces + (size_t)set.place.index * units * PIECE, count, tile_row,
+            merge(piece_at(work, set.place.index * units), count, tile_row,
                   output_at(o, H, set.place, tile_row));
     }
 }

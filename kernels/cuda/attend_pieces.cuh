@@ -11,6 +11,7 @@
 #else
 #include "sm90.cuh"
 #endif
+#include "neighbours.cuh"
 
 #ifndef HEAD
 #define HEAD 128
@@ -30,6 +31,7 @@ constexpr int HALVES = HEAD / 64;    // a tile has 64 numbers of every row, then
 constexpr int LEAF_BYTES = LEAF * HEAD * 2;
 constexpr int K_AT = ROWS * HEAD * 2, V_AT = K_AT + LEAF_BYTES, ROWS_AT = V_AT + LEAF_BYTES,
               SET_AT = ROWS_AT + GROUP * 24, SET_BYTES = 80;  // of shared memory
+constexpr int COUNTERS = 4096;                                // u32 at the front of work
 constexpr int WHOLE = 1 << 20;                                // leaves of a unit that is never cut
 constexpr float NO_KEY = -3e38f;  // the largest score of no key at all; finite: differences are
 constexpr float LOG2_E = 1.4426950408889634f;
@@ -316,33 +318,15 @@ __device__ __forceinline__ u32 divided(float x, float y, float r) {
     return pack_bf16(__fadd_rn(__fmul_rn(x, r), 0.f), __fadd_rn(__fmul_rn(y, r), 0.f));
 }
 
-// ---- pieces: a unit's share of every tile row, in memory that holds zeros between two launches ----
-
-/* o [ROWS][HEAD], then m and l [ROWS]: each word is written once and read once, by a thread that asks until
- * it is not zero and puts the zero back. So what comes is its own sign that it is there: no counter, and no
- * fence that waits for the writes before it. */
+/* The piece of a unit in the workspace: o [ROWS][HEAD], then m and l [ROWS]. */
 constexpr int PIECE = ROWS * (HEAD + 2);
-
-/* The same number, and never a word of zeros. */
-__device__ __forceinline__ float marked(float x) { return x == 0.f ? -0.f : x; }
-
-__device__ __forceinline__ bool has_come(const float2& v) {
-    return __float_as_uint(v.x) != 0 && __float_as_uint(v.y) != 0;
-}
-
-__device__ __forceinline__ bool has_come(const float4& v) {
-    return has_come(make_float2(v.x, v.y)) && has_come(make_float2(v.z, v.w));
+__device__ __forceinline__ float* piece_at(float* work, int index) {
+    return work + COUNTERS + (size_t)index * PIECE;
 }
 
 __device__ __forceinline__ float2* stats_at(float* piece, int tile_row) {
     return (float2*)(piece + ROWS * HEAD) + tile_row;
 }
-
-#if HEAD == 128
-using Part = float4;
-#else
-using Part = float2;
-#endif
 
 /* A tile row of `count` pieces, the first at `pieces`, by a warp: a lane has HEAD / 32 components of all
  * pieces, and a piece's m and l. Weights are relative to the largest score so far, the sums run over the
@@ -353,21 +337,12 @@ __device__ __forceinline__ void merge(float* pieces, int count, int tile_row, bf
     float m = NO_KEY, l = 0.f, sum[OWN] = {};
     for (int first = 0; first < count; first += BATCH, pieces += (size_t)BATCH * PIECE) {
         const int here = min(BATCH, count - first);
-        float2* const stat_at = stats_at(pieces + (size_t)min(lane, here - 1) * PIECE, tile_row);
-        float* const part_at = pieces + tile_row * HEAD + OWN * lane;
-        Part part[BATCH];
-        float2 stat = load_relaxed(stat_at);
+        const float* const at = pieces + tile_row * HEAD + OWN * lane;
+        Neighbours<float, OWN> part[BATCH];
+        float2 stat = __ldcg(stats_at(pieces + (size_t)min(lane, here - 1) * PIECE, tile_row));
 #pragma unroll
         for (int j = 0; j < BATCH; ++j)
-            if (j < here) part[j] = load_relaxed((const Part*)(part_at + j * PIECE));
-        while (!has_come(stat))
-            stat = load_relaxed(stat_at);  // these first: to ask for few is easier on the memory
-#pragma unroll
-        for (int j = 0; j < BATCH; ++j)
-            if (j < here)
-                while (!has_come(part[j])) part[j] = load_relaxed((const Part*)(part_at + j * PIECE));
-        __syncwarp();  // all lanes have the statistics
-        if (lane < here) *stat_at = make_float2(0.f, 0.f);
+            if (j < here) part[j].load_l2(at + j * PIECE);
         if (lane >= here) stat = make_float2(NO_KEY, 0.f);
         const float top = fmaxf(m, warp_max(stat.x)), shrink = exp2_fast(__fsub_rn(m, top));
         const float weight = exp2_fast(__fsub_rn(stat.x, top));
@@ -378,9 +353,8 @@ __device__ __forceinline__ void merge(float* pieces, int count, int tile_row, bf
         for (int j = 0; j < BATCH; ++j) {
             const float w = __shfl_sync(FULL_WARP, weight, j);
             if (j >= here) continue;
-            *(Part*)(part_at + j * PIECE) = Part{};
 #pragma unroll
-            for (int i = 0; i < OWN; ++i) sum[i] = __fmaf_rn(((const float*)&part[j])[i], w, sum[i]);
+            for (int i = 0; i < OWN; ++i) sum[i] = __fmaf_rn(part[j].v[i], w, sum[i]);
         }
     }
     const float r = __frcp_rn(l);

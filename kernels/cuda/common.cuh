@@ -69,26 +69,6 @@ __device__ __forceinline__ u32 load_acquire(const u32* counter) {
     return value;
 }
 
-/* Words that say for themselves whether they are there: in no order with anything else. */
-__device__ __forceinline__ float2 load_relaxed(const float2* at) {
-    float2 v;
-    asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(at) : "memory");
-    return v;
-}
-
-__device__ __forceinline__ float4 load_relaxed(const float4* at) {
-    float4 v;
-    asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                 : "l"(at)
-                 : "memory");
-    return v;
-}
-
-__device__ __forceinline__ void store_relaxed(float2* at, float2 v) {
-    asm volatile("st.relaxed.gpu.global.v2.f32 [%0], {%1, %2};" ::"l"(at), "f"(v.x), "f"(v.y) : "memory");
-}
-
 __device__ __forceinline__ void store_release(u32* counter, u32 value) {
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(counter), "r"(value) : "memory");
 }

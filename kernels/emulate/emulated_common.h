@@ -27,17 +27,6 @@ inline u32 load_acquire(const u32* counter, EMULATE_SITE) {
     return *counter;
 }
 
-/* Gives the others a turn first, so that a loop that waits for a word ends. */
-template <class T>
-T load_relaxed(const T* at, EMULATE_SITE) {
-    emulate::spin("a word (load_relaxed)", site);
-    return *at;
-}
-inline void store_relaxed(float2* at, float2 v) {
-    *at = v;
-    emulate::progress();
-}
-
 inline void store_release(u32* counter, u32 value) {
     emulate::counter_release(counter);
     *counter = value;

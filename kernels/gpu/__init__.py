@@ -12,12 +12,11 @@ from ..host import HostBackend, widen
 from ..table import ROWS
 from ..weight import Weight
 
-# f32 at the start of every workspace: u32 counters, zero when allocated, left at zero by kernels. So are attention's pieces
-# at its end.
+# f32 at the start of every workspace: u32 counters, zero when allocated, left at zero by kernels.
 COUNTERS = 4096
 HAS_WGMMA = "sm_90a", "emulated"  # arches
 
-from . import attend_fast, fast, plain, prefill  # they read COUNTERS
+from . import fast, plain, prefill  # they read COUNTERS
 
 
 class GpuBackend:
@@ -58,7 +57,7 @@ class GpuBackend:
     def work_size(self, rows, cols, outputs):
         """Workspace elements (f32) for a kernel of `rows` token rows, `cols` inputs, `outputs` outputs."""
         need = plain.work_size(rows, cols, outputs), fast.work_size(self, rows, cols, outputs)
-        return COUNTERS + max(*need, prefill.work_size(rows, cols, outputs)) + attend_fast.work_size(self)
+        return COUNTERS + max(*need, prefill.work_size(rows, cols, outputs))
 
     def weight(self, parts, role=""):
         """`Weight` from checkpoint tensors stacked along rows: packed where fast kernels read it, else plain.

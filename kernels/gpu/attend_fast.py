@@ -11,11 +11,8 @@ TERMS = 2  # bf16 numbers a probability: one keeps 8 bits of it, two 16
 
 
 def work_size(backend):
-    """f32 of pieces, at the end of the workspace: twice what two blocks of 64 rows a multiprocessor leave.
-
-    Zero when allocated, left at zero, and nobody else's: a word of a piece is there once it is not zero.
-    """
-    return 4 * backend.sms * piece_size(128) if backend.activations == "bf16" else 0
+    """f32 of pieces, behind the counters: twice what two blocks a multiprocessor leave."""
+    return 4 * backend.sms * piece_size(128)
 
 
 def piece_size(size):
@@ -47,10 +44,10 @@ class Shape:
         if wgmma:
             self.defines["WGMMA"] = 1
 
-    def rows_a_pass(self, room):
-        """Rows of one launch: what counters and so many f32 of pieces hold. 0: none."""
-        pieces = room // (self.groups * self.units * piece_size(self.size))
-        return min(pieces, COUNTERS // self.groups) * self.group
+    def rows_a_pass(self, work):
+        """Rows of one launch: what counters and a workspace of so many f32 hold. 0: none."""
+        pieces = (work - COUNTERS) // (self.groups * self.units * piece_size(self.size))
+        return min(pieces, COUNTERS // (2 * self.groups)) * self.group
 
 
 def attend(
@@ -61,10 +58,10 @@ def attend(
     slots, groups, cached, _ = cache_k.shape
     if backend.activations != "bf16" or size not in (64, 128) or heads // groups > 64:
         return None
-    keys, room = min(backend.bucket or cached, cached), work_size(backend)
+    keys = min(backend.bucket or cached, cached)
     how = {"keys": keys, "wgmma": backend.device.arch in HAS_WGMMA} | tuning
     shape = Shape(rows, heads, groups, size, slots, backend.sms, bool(window), **how)
-    count = shape.rows_a_pass(room) if shape.splits else rows  # uncut needs no workspace
+    count = shape.rows_a_pass(work.size) if shape.splits else rows  # uncut needs no workspace
     if not count:
         return None
     held = 0  # blocks that may wait for each other
@@ -79,8 +76,7 @@ def attend(
         total = len(part[0])
         grid = -(-total // shape.group) * groups * shape.units
         args = [
-            part[0], cache_k, cache_v, *part[1:], window, causal, scale, work, work[work.size - room :], o[here],
-            total, heads, groups, cached, shape.group, shape.splits, shape.units, grid <= held, bool(early),
+            part[0], cache_k, cache_v, *part[1:], window, causal, scale, work, o[here], total, heads, groups, cached, shape.group, shape.splits, shape.units, grid <= held, bool(early),
         ]  # fmt: skip
         backend.launch(
             "attend_fast.cu", "attend_fast", grid, THREADS, shape.shared, args, shape.defines,

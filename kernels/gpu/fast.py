@@ -61,13 +61,14 @@ def tiles_of(rows, is_paired=False):
 
 
 def work_size(backend, rows, cols, outputs):
-    """f32 elements of workspace, counters and attention's pieces not counted. outputs 0: no product."""
+    """f32 elements of workspace, counters not counted. outputs 0: no product, attention alone."""
+    pieces = attend_fast.work_size(backend)
     if not outputs:
-        return 0
+        return pieces
     cut = split.choose(outputs, cols, backend.sms)
     tiles = -(-outputs // TILE) + 2  # two matrices round up twice
     finished = split.ROWS * max(outputs, 2 * 16 * backend.sms)  # rows of fuse; bests of head
-    return cut.work(tiles) + finished
+    return max(pieces, cut.work(tiles) + finished)
 
 
 def defines_of(cut, token_tiles):
