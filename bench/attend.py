@@ -32,10 +32,10 @@ VARIANTS = {  # name: tuning
     "the last block merges": {"waits": False},
     "half the units": {"splits": 0.5},
     "twice the units": {"splits": 2},
-    "1 term": {"terms": 1},
+    "no wgmma": {"wgmma": False},
 }
 UNCUT = {"splits": 0}
-PROMPT = {"uncut": UNCUT, "uncut, 1 term": UNCUT | {"terms": 1}}
+PROMPT = {"uncut": UNCUT, "uncut, no wgmma": UNCUT | {"wgmma": False}}
 
 
 def tuned(heads, rows, tuning, sms):
@@ -227,17 +227,16 @@ def main():
             if us:
                 tried[what] = us
         how = {what: tuned(heads, rows, variants[what], backend.sms) for what in tried}
-        exact = [what for what in tried if "1 term" not in what]
-        best = min(exact, key=tried.get)
+        best = min(tried, key=tried.get)
         results.append({
             "heads": heads, "rows": rows, "context": context, "bytes": case.bytes, "best": best, "us": tried[best],
             "of_copy": case.bytes / tried[best] / 1e3 / copy, "variants_us": tried, "small_us": case.small_us,
             "torch_us": case.peers(args.replays) if args.peers else None,
             "error_over_terms": {what: case.error(how[what]) for what in tried if rows <= 16},
-            "own_bits": {what: case.has_own_bits(how[what]) for what in exact if rows <= 16},
+            "own_bits": {what: case.has_own_bits(how[what]) for what in tried if rows <= 16},
         })  # fmt: skip
         last = results[-1]
-        worst = max((last["error_over_terms"][what] for what in exact if rows <= 16), default=0)
+        worst = max((last["error_over_terms"][what] for what in tried if rows <= 16), default=0)
         bits = "same" if all(last["own_bits"].values()) else f"DIFFER {last['own_bits']}"
         table.append(
             f"{heads!s:13} {context:6} {rows:4} rows {tried[best]:8.2f} us {last['of_copy']:5.2f} of copy: {best}  "
@@ -250,7 +249,7 @@ def main():
                 sums.setdefault(what, []).append(us / tried[best])
     full = max(map(len, sums.values()))
     means = {what: sum(s) / len(s) for what, s in sums.items() if len(s) == full}
-    advice = min((what for what in means if "1 term" not in what), key=means.get)
+    advice = min(means, key=means.get)
     card = re.sub(r"\W+", "-", name).strip("-").lower()
     found = {"results": results, "over_best": means, "suggested": advice}
     out = record.write(f"attend-{card}", found, card=name, copy_gb_s=copy)

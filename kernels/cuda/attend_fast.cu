@@ -13,32 +13,37 @@
 /* o is A[T,H,HEAD]; group * (H/G) <= 64, group <= GROUP. splits: units a row is cut into at most, or one
  * more; 0: none. units: blocks of a group and kv head. work: COUNTERS, two of them a group and kv head, zero
  * before and after; then a piece a block. waits: blocks may wait for each other. early: the kernel ahead let
- * this one start when all before it had ended. */
+ * this one start when all before it had ended. ratio: H/G. The grid: G, groups, units. */
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     attend_fast(const bf16* q, const bf16* cache_k, const bf16* cache_v, const int* slot, const int* pos,
                 const int* begin, const int* end, int window, int causal, float scale, float* work, bf16* o,
-                int T, int H, int G, int S, int group, int splits, int units, int waits, int early) {
+                int T, int H, int G, int S, int ratio, int group, int splits, int units, int waits,
+                int early) {
     Row* const rows = (Row*)(shared + ROWS_AT);
     Set& set = *(Set*)(shared + SET_AT);
     static_assert(sizeof(Set) <= SET_BYTES);
 
+    // In the grid, units come last: those with keys start first.
+    const int lane = lane_index(), warp = warp_index(), first_row = 16 * warp + lane / 4;  // the other: 8 on
+    const Place place{ratio, (int)blockIdx.x, (int)blockIdx.y * group, (int)blockIdx.z,
+                      (int)(blockIdx.y * G + blockIdx.x)};
     if (!early) griddep_wait();
     bool is_old = false;
-    if (warp_index() == 0) {
-        const int g = blockIdx.x % G, groups = (T + group - 1) / group;
-        // In the grid, units come last: those with keys start first.
-        const int from = blockIdx.x / G % groups * group, own = blockIdx.x / G / groups;
+    if (warp == 0) {
         const Rows all{slot, pos, begin, end, T, group, window, causal, splits};
-        set.start(rows, all, {H / G, g, from, own, from / group * G + g});
+        set.start(rows, all, place);
         if (set.left) {
-            set.next(rows);
+            set.next(rows, place.own);
             __syncwarp();
             is_old = early && set.leaf_first < set.leaf_end && set.is_old(all);
         }
+    } else if (warp >= WARPS - 2) {
+        const int tile_row = threadIdx.x - 32 * (WARPS - 2), at = tile_row / ratio;
+        ((TileRow*)(shared + TILE_ROWS_AT))[tile_row] = TileRow{(short)at, (short)(tile_row - at * ratio)};
     }
     is_old = __syncthreads_or(is_old);
     auto load = [&](const bf16* cache, int to, int leaf) {  // addresses are made here, not kept
-        cache += ((size_t)set.slot * G + set.place.g) * S * HEAD;
+        cache += ((size_t)set.slot * G + place.g) * S * HEAD;
         load_leaf(cache, to, leaf, set.only < 0 ? set.low : rows[set.only].first,
                   set.only < 0 ? set.high : rows[set.only].last);
     };
@@ -47,9 +52,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         load(cache_v, V_AT, set.leaf_first);
     }
     if (early) griddep_wait();
-    if (set.members) load_q(q, set.place, T, H);
+    if (set.members) load_q(q, place, T, H);
 
-    const int lane = lane_index(), warp = warp_index(), first_row = 16 * warp + lane / 4;  // the other: 8 on
     while (set.members) {
         // Once for all rows with only = -1. Where a key that one row of a set does not see makes an infinity
         // or NaN for another, zero times it would spoil the first: then again, row by row.
@@ -61,18 +65,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             is_old = false;
             griddep_launch();
 
-            float* const piece = piece_at(work, set.place.index * units + set.place.own);
+            float* const piece = piece_at(work, place.index * units + place.own);
             const int leaf_end = set.leaf_end;
             Sums out = {};
             float m[2] = {NO_KEY, NO_KEY}, l[2] = {};
             int count[2];  // pieces of the two rows; 0: not of this pass
-            for (int e = 0; e < 2; ++e) count[e] = set.pieces_of(rows, first_row + 8 * e);
+            for (int e = 0; e < 2; ++e) count[e] = set.pieces_of(rows, place.own, first_row + 8 * e);
             for (int leaf = set.leaf_first; leaf < leaf_end; ++leaf) {
                 const int key0 = leaf * LEAF;
                 const bool masks = set.only >= 0 || key0 < set.shared_low || key0 + LEAF > set.shared_high;
                 const bool is_last = leaf + 1 == leaf_end;
                 float s[KEY_TILES][4];
-                uint4 terms[KEY_TILES / 2][TERMS];
+                uint4 terms[KEY_TILES / 2][2];
                 cp_async_wait<1>();
                 fence_async_shared();
                 __syncthreads();  // K is there, and q
@@ -124,8 +128,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                     const int tile_row = first_row + 8 * e, d = 2 * (lane % 4);
                     const float r = __frcp_rn(l[e]);
                     float* const to = piece + tile_row * HEAD + d;
-                    bf16* const whole = output_at(o, H, set.place, tile_row) + d;
                     if (!count[e]) continue;
+                    bf16* const whole = o + head_at(H, place, tile_row) + d;
 #pragma unroll
                     for (int n = 0; n < UNITS; ++n) {
                         const float x = out[n / 8][n % 8][2 * e], y = out[n / 8][n % 8][2 * e + 1];
@@ -136,6 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                     }
                 }
             if (!is_suspect && set.only < 0) break;
+            __syncthreads();  // all know whose pass this was
             if (thread_again() == 0) {
                 u32 later = set.members >> (set.only + 1);
                 set.only = later ? set.only + __ffs(later) : 32;
@@ -145,20 +150,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         }
         if (!set.left) break;
         __syncthreads();  // the plan has been read
-        if (warp == 0) set.next(rows);
+        if (warp == 0) set.next(rows, place.own);
         __syncthreads();
         is_old = false;
     }
-    if (set.place.own == 0) {  // rows that see nothing
-        for (int i = thread_again(); i < ROWS * HEAD / 4; i += THREADS) {
-            int tile_row = i / (HEAD / 4), at = tile_row / set.place.ratio;
-            if (at < group && set.place.from + at < T && !rows[at].pieces)
-                *(uint2*)(output_at(o, H, set.place, tile_row) + i % (HEAD / 4) * 4) = uint2{0, 0};
+    if (place.own == 0) {  // rows that see nothing
+        for (int i = thread_again(); i < ROWS * UNITS; i += THREADS) {
+            const int tile_row = i / UNITS, at = tile_row_of(tile_row).at;
+            if (at < group && place.from + at < T && !rows[at].pieces)
+                *(uint4*)(o + head_at(H, place, tile_row) + i % UNITS * 8) = uint4{0, 0, 0, 0};
         }
     }
     if (set.most < 2) return;
 
-    u32* const counter = (u32*)work + 2 * set.place.index;
+    u32* const counter = (u32*)work + 2 * place.index;
     int first = 0, step = 1;
     griddep_launch();
     if (waits) {
@@ -170,14 +175,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             if (lane == 0 && atomicAdd(counter + 1, 1u) == units - 1) counter[0] = counter[1] = 0;
         }
         __syncthreads();
-        first = set.place.own, step = units;
+        first = place.own, step = units;
     } else if (!last_to_arrive(counter, units)) {
         return;
     }
     for (int tile_row = first + step * warp; tile_row < ROWS; tile_row += step * WARPS) {
-        const int at = tile_row / set.place.ratio, count = at < group ? rows[at].pieces : 0;
+        const int at = tile_row_of(tile_row).at, count = at < group ? rows[at].pieces : 0;
         if (count > 1)
-            merge(piece_at(work, set.place.index * units), count, tile_row,
-                  output_at(o, H, set.place, tile_row));
+            merge(piece_at(work, place.index * units), count, tile_row, o + head_at(H, place, tile_row));
     }
 }

@@ -19,9 +19,6 @@
 #ifndef GROUP  // rows a group has at most
 #define GROUP 16
 #endif
-#ifndef TERMS  // bf16 numbers that make one probability: 2 keep 16 bits of it
-#define TERMS 2
-#endif
 
 constexpr int LEAF = 128, WARPS = 4, THREADS = 32 * WARPS;
 constexpr int ROWS = 16 * WARPS;     // of a tile: a warp has 16
@@ -30,9 +27,10 @@ constexpr int UNITS = HEAD / 8;      // 16-byte units of a head
 constexpr int HALVES = HEAD / 64;    // a tile has 64 numbers of every row, then the next 64
 constexpr int LEAF_BYTES = LEAF * HEAD * 2;
 constexpr int K_AT = ROWS * HEAD * 2, V_AT = K_AT + LEAF_BYTES, ROWS_AT = V_AT + LEAF_BYTES,
-              SET_AT = ROWS_AT + GROUP * 24, SET_BYTES = 80;  // of shared memory
-constexpr int COUNTERS = 4096;                                // u32 at the front of work
-constexpr int WHOLE = 1 << 20;                                // leaves of a unit that is never cut
+              TILE_ROWS_AT = ROWS_AT + GROUP * 24, SET_AT = TILE_ROWS_AT + ROWS * 4,
+              SET_BYTES = 64;     // of shared memory
+constexpr int COUNTERS = 4096;    // u32 at the front of work
+constexpr int WHOLE = 1 << 20;    // leaves of a unit that is never cut
 constexpr float NO_KEY = -3e38f;  // the largest score of no key at all; finite: differences are
 constexpr float LOG2_E = 1.4426950408889634f;
 
@@ -54,16 +52,24 @@ struct Place {
     int ratio, g, from, own, index;
 };
 
-/* Where a tile row's output lies. */
-__device__ __forceinline__ bf16* output_at(bf16* o, int H, const Place& place, int tile_row) {
-    int t = place.from + tile_row / place.ratio, head = place.g * place.ratio + tile_row % place.ratio;
-    return o + ((size_t)t * H + head) * HEAD;
+/* A tile row's row of the group and its query head among the kv head's: a division, made once. */
+struct TileRow {
+    short at, head;
+};
+
+__device__ __forceinline__ TileRow tile_row_of(int tile_row) {
+    return ((const TileRow*)(shared + TILE_ROWS_AT))[tile_row];
+}
+
+/* Where a tile row's q and output lie. */
+__device__ __forceinline__ size_t head_at(int H, const Place& place, int tile_row) {
+    const TileRow of = tile_row_of(tile_row);
+    return ((size_t)(place.from + of.at) * H + place.g * place.ratio + of.head) * HEAD;
 }
 
 /* Rows of a group that share a slot, the size of a unit and the first one; what this block has of them.
  * In shared memory, for registers are short: a warp makes it, all read it. */
 struct Set {
-    Place place;
     u32 left, members;            // rows without a set yet; rows of this one
     int only;                     // the row that this pass is for, -1: all
     int slot, most;               // most: pieces of any row of the group
@@ -73,8 +79,8 @@ struct Set {
 
     /* One warp, a lane a row; all loads of a row are under way together. Past L1, which may hold what an
      * earlier pass wrote: this may come before the wait for the kernel ahead. */
-    __device__ __forceinline__ void start(Row* to, const Rows& rows, const Place& where) {
-        const int lane = lane_index(), t = where.from + lane;
+    __device__ __forceinline__ void start(Row* to, const Rows& rows, const Place& place) {
+        const int lane = lane_index(), t = place.from + lane;
         Row row{-1, 0, 0, 1, 0, 0};
         if (lane < rows.group && t < rows.count) {
             int pos = __ldcg(rows.pos + t), begin = __ldcg(rows.begin + t), end = __ldcg(rows.end + t);
@@ -91,12 +97,12 @@ struct Set {
         if (lane < GROUP) to[lane] = row;
         u32 seeing = __ballot_sync(FULL_WARP, row.first < row.last);
         int pieces = __reduce_max_sync(FULL_WARP, row.pieces);
-        if (lane == 0) left = seeing, members = 0, most = pieces, place = where;
+        if (lane == 0) left = seeing, members = 0, most = pieces;
         __syncwarp();
     }
 
     /* One warp. */
-    __device__ __forceinline__ void next(const Row* rows) {
+    __device__ __forceinline__ void next(const Row* rows, int own) {
         const int lane = thread_again() % 32, leader = __ffs(left) - 1;
         Row row = rows[lane % GROUP], first = rows[leader];
         bool is_mine =
@@ -108,7 +114,7 @@ struct Set {
         int first_to = __reduce_min_sync(FULL_WARP, is_mine ? row.last : 0x7fffffff);
         __syncwarp();  // a shuffle alone orders no memory
         if (lane) return;
-        int unit = first.base + place.own;
+        int unit = first.base + own;
         left &= ~all, members = all, only = -1, slot = first.slot;
         low = from, high = to, shared_low = last_from, shared_high = first_to;
         leaf_first = max(unit * first.unit, from / LEAF);
@@ -127,17 +133,17 @@ struct Set {
     }
 
     /* Pieces of a tile row, 0 where it is not of this pass or its keys end before this block's unit. */
-    __device__ __forceinline__ int pieces_of(const Row* rows, int tile_row) const {
-        const int at = tile_row / place.ratio;
+    __device__ __forceinline__ int pieces_of(const Row* rows, int own, int tile_row) const {
+        const int at = tile_row_of(tile_row).at;
         const bool is_member = at < GROUP && (only < 0 ? members : 1u << only) >> at & 1;
         const int pieces = is_member ? rows[at].pieces : 0;
-        return place.own < pieces ? pieces : 0;
+        return own < pieces ? pieces : 0;
     }
 };
 
 /* The keys that a tile row sees; none where it is not of the set. */
 __device__ __forceinline__ int2 keys_of(const Set& set, const Row* rows, int tile_row) {
-    int at = tile_row / set.place.ratio;
+    int at = tile_row_of(tile_row).at;
     bool is_member = at < GROUP && set.members >> at & 1;
     return is_member ? make_int2(rows[at].first, rows[at].last) : make_int2(0, 0);
 }
@@ -164,12 +170,14 @@ __device__ __forceinline__ void load_leaf(const bf16* cache, int to, int leaf, i
 
 /* Rows of q as tile rows: query heads of kv head g side by side, row by row. */
 __device__ __forceinline__ void load_q(const bf16* q, const Place& place, int T, int H) {
-    const int thread = thread_again(), unit = thread % UNITS;
-#pragma unroll 2
-    for (int row = thread / UNITS; row < ROWS; row += THREADS / UNITS) {
-        int t = place.from + row / place.ratio, head = place.g * place.ratio + row % place.ratio;
-        const bf16* source = q + ((size_t)min(t, T - 1) * H + head) * HEAD + 8 * unit;
-        cp_async_16_or_zero(shared + unit_at<ROWS>(0, row, unit), source, t < T);
+    constexpr int STEP = THREADS / UNITS;
+    const int thread = thread_again(), unit = thread % UNITS, row = thread / UNITS;
+    char* const to = shared + unit_at<ROWS>(0, row, unit);
+#pragma unroll
+    for (int i = 0; i < ROWS / STEP; ++i) {
+        const bool is_there = place.from + tile_row_of(row + i * STEP).at < T;
+        const size_t at = is_there ? head_at(H, place, row + i * STEP) : 0;
+        cp_async_16_or_zero(to + i * STEP * 128, q + at + 8 * unit, is_there);
     }
 }
 
@@ -242,10 +250,6 @@ __device__ __forceinline__ void soften(float (&s)[KEY_TILES][4], Sums& o, float 
             float& x = s[n][2 * half];
             float& y = s[n][2 * half + 1];
             x = exp2_fast(__fmaf_rn(x, c, -top)), y = exp2_fast(__fmaf_rn(y, c, -top));
-            if (TERMS == 1) {  // divided by what was added up
-                u32 pair = pack_bf16(x, y);
-                x = low_f32(pair), y = high_f32(pair);
-            }
             sum = __fadd_rn(sum, __fadd_rn(x, y));
         }
         l[half] = __fmaf_rn(l[half], shrink, sum);
@@ -258,10 +262,11 @@ __device__ __forceinline__ void soften(float (&s)[KEY_TILES][4], Sums& o, float 
     }
 }
 
-/* o += p v: the leaf's keys in order. Two tiles of p are an A operand as they are. With WGMMA it is under
- * way: the terms, which it reads meanwhile, take the place of p. */
+/* o += p v: the leaf's keys in order. Two tiles of p are an A operand as they are; two bf16 terms keep 16
+ * bits of a probability. With WGMMA it is under way: the terms, which it reads meanwhile, take the place of
+ * p. */
 __device__ __forceinline__ void values(Sums& o, const float (&p)[KEY_TILES][4],
-                                       uint4 (&terms)[KEY_TILES / 2][TERMS]) {
+                                       uint4 (&terms)[KEY_TILES / 2][2]) {
 #pragma unroll
     for (int step = 0; step < KEY_TILES / 2; ++step) {
         u32 high[4], low[4];
@@ -272,7 +277,7 @@ __device__ __forceinline__ void values(Sums& o, const float (&p)[KEY_TILES][4],
             low[j] = pack_bf16(__fsub_rn(x, low_f32(high[j])), __fsub_rn(y, high_f32(high[j])));
         }
         terms[step][0] = make_uint4(high[0], high[1], high[2], high[3]);
-        if (TERMS == 2) terms[step][TERMS - 1] = make_uint4(low[0], low[1], low[2], low[3]);
+        terms[step][1] = make_uint4(low[0], low[1], low[2], low[3]);
     }
 #ifdef WGMMA
 #pragma unroll
@@ -281,7 +286,7 @@ __device__ __forceinline__ void values(Sums& o, const float (&p)[KEY_TILES][4],
 #pragma unroll
     for (int step = 0; step < KEY_TILES / 2; ++step)
 #pragma unroll
-        for (int term = 0; term < TERMS; ++term)
+        for (int term = 0; term < 2; ++term)
 #pragma unroll
             for (int i = 0; i < HALVES; ++i)
                 wgmma_turned(o[i], terms[step][term],
@@ -296,7 +301,7 @@ __device__ __forceinline__ void values(Sums& o, const float (&p)[KEY_TILES][4],
             const int v = unit_at<LEAF>(V_AT, 16 * step + i % 2 * 8 + r, 2 * n + i / 2);
             uint4 b = ldmatrix_x4_trans(shared + v);
 #pragma unroll
-            for (int term = 0; term < TERMS; ++term) {
+            for (int term = 0; term < 2; ++term) {
                 mma_bf16(o[n / 4][2 * n % 8], terms[step][term], b.x, b.y);
                 mma_bf16(o[n / 4][2 * n % 8 + 1], terms[step][term], b.z, b.w);
             }

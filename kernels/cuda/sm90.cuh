@@ -197,7 +197,7 @@ __device__ u64 stamps[2 * STAMPS];
 __device__ u32 stamp_count;
 
 __device__ __forceinline__ void stamp(u64 what) {
-    if (blockIdx.x + blockIdx.y > 0 || lane_index() > 0) return;
+    if (blockIdx.x + blockIdx.y + blockIdx.z > 0 || lane_index() > 0) return;
     u64 now;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
     u32 at = atomicAdd(&stamp_count, 1u) % STAMPS;

@@ -1,13 +1,14 @@
 """attend on tensor cores (kernels/cuda/attend_fast.cu): bf16, heads of 64 and 128; other shapes stay plain.
 
 How rows are grouped and how many share a launch change no bit of any row. What does: the units that a row's keys are
-cut into at most (a matter of the card and of G alone), and the terms of a probability.
+cut into at most (a matter of the card and of G alone), and whether wgmma makes the products (of the arch).
 """
+
+import math
 
 from . import COUNTERS, HAS_WGMMA
 
 LEAF, THREADS, TILE_ROWS = 128, 128, 64
-TERMS = 2  # bf16 numbers a probability: one keeps 8 bits of it, two 16
 
 
 def work_size(backend):
@@ -21,26 +22,26 @@ def piece_size(size):
 
 
 class Shape:
-    """How one call is cut. rows: T. keys: that any row sees. Tuning: terms as the macro; splits: units of a row at most; wgmma:
-    products of four warps, where the arch has them."""
+    """How one call is cut. rows: T. keys: that any row sees. Tuning: splits: units of a row at most; wgmma: products of
+    four warps together, where the arch has them.
+    """
 
-    def __init__(self, rows, heads, groups, size, slots, sms, is_windowed=False, group=None, terms=TERMS, splits=None,
-                 keys=None, wgmma=True):  # fmt: skip
+    def __init__(self, rows, heads, groups, size, slots, sms, is_windowed=False, group=None, splits=None, keys=None,
+                 wgmma=True):  # fmt: skip
         self.size, self.ratio, self.groups = size, heads // groups, groups
         # A set ends where its slot does: the rows of a slot are taken in equal parts.
         width = rows // slots if rows % slots == 0 else rows
         self.most = 16 if size == 128 else 32  # rows of a group: room for two blocks a multiprocessor
         most = min(self.most, max(1, 64 // self.ratio))
         self.group = group or -(-width // -(-width // most))
-        self.shared = 2 * TILE_ROWS * size + 4 * LEAF * size + 24 * self.most + 80
-        if (
-            splits is None
-        ):  # two blocks a multiprocessor, with one for a window, which may begin within a unit
+        self.shared = 2 * TILE_ROWS * size + 4 * LEAF * size + 24 * self.most + 4 * TILE_ROWS + 64
+        # two blocks a multiprocessor, with one for a window, which may begin within a unit
+        if splits is None:
             splits = max(1, 2 * sms // groups - 1)
         self.splits = splits
         units = min(splits, -(-keys // LEAF)) if keys else splits  # of the longest row: of a leaf at least
         self.units = max(1, units) + (is_windowed and splits > 0)
-        self.defines = {"HEAD": size, "GROUP": self.most, "TERMS": terms}
+        self.defines = {"HEAD": size, "GROUP": self.most}
         if wgmma:
             self.defines["WGMMA"] = 1
 
@@ -51,9 +52,26 @@ class Shape:
 
 
 def attend(
-    backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, work, o, waits=True, **tuning
+    backend,
+    q,
+    cache_k,
+    cache_v,
+    slot,
+    pos,
+    begin,
+    end,
+    window,
+    causal,
+    scale,
+    work,
+    o,
+    waits=True,
+    early=True,
+    **tuning,
 ):
-    """Row `attend` of the table; None declines. waits: blocks may wait for each other. tuning: of `Shape`."""
+    """Row `attend` of the table; None declines. waits: blocks may wait for each other. early: old keys may be
+    asked for before the kernel ahead has ended. tuning: of `Shape`.
+    """
     rows, heads, size = q.shape
     slots, groups, cached, _ = cache_k.shape
     if backend.activations != "bf16" or size not in (64, 128) or heads // groups > 64:
@@ -69,14 +87,15 @@ def attend(
         function = backend.device.function("attend_fast.cu", "attend_fast", shape.defines)
         held = backend.device.holds(function, THREADS, shape.shared)
     # qkv, which writes the newest keys, lets its successor start late (fast.py): what came before it is there.
-    early = (cache_k, cache_v) if shape.splits and count >= rows else ()
+    early = (cache_k, cache_v) if early and shape.splits and count >= rows else ()
     for first in range(0, rows, count):
         here = slice(first, min(first + count, rows))
         part = [a[here] for a in (q, slot, pos, begin, end)]
         total = len(part[0])
-        grid = -(-total // shape.group) * groups * shape.units
+        grid = groups, -(-total // shape.group), shape.units
         args = [
-            part[0], cache_k, cache_v, *part[1:], window, causal, scale, work, o[here], total, heads, groups, cached, shape.group, shape.splits, shape.units, grid <= held, bool(early),
+            part[0], cache_k, cache_v, *part[1:], window, causal, scale, work, o[here], total, heads, groups, cached,
+            shape.ratio, shape.group, shape.splits, shape.units, math.prod(grid) <= held, bool(early),
         ]  # fmt: skip
         backend.launch(
             "attend_fast.cu", "attend_fast", grid, THREADS, shape.shared, args, shape.defines,
