@@ -111,26 +111,7 @@ def gpu():
     yield from prompts()
     yield from peers(at["ms"], prefill)
     yield ""
-    gemms = load("gemm-nvidia-h100-80gb-hbm3"), load("gemm-newer-cuts-h100")
-    yield (
-        "Skinny products, dependent launch, us (`bench/gemm.py`, "
-        + ", ".join(g["commit"] for g in gemms)
-        + "; what both have, of the second):"
-    )
-    yield ""
-    yield "| N x K | MB | 1 row | 16 rows | of copy | cuBLAS, 16 rows | cuBLAS / ours |"
-    yield "|---|---|---|---|---|---|---|"
-    rows = {}
-    for gemm in gemms:
-        for one in gemm["results"]:
-            rows.setdefault((one["outputs"], one["cols"]), {})[one["rows"]] = one
-    for (outputs, cols), by in rows.items():
-        one, many = by[1]["dependent_us"], by[16]["dependent_us"]
-        size = 2e-6 * outputs * cols
-        yield (
-            f"| {outputs} x {cols} | {size:.1f} | {one:.1f} | {many:.1f} | {1e3 * size / many / gemm['copy_gb_s']:.0%} | "
-            f"{by[16]['cublas_us']:.1f} | {by[16]['cublas_us'] / many:.2f} |"
-        )
+    yield from products()
     yield ""
     yield f"Attention, us a call in a chain as in a layer, the variant in use then (`{attend['command']}`, {attend['commit']}):"
     yield ""
@@ -193,6 +174,28 @@ def timeline():
     yield "|---|---|---|---|"
     for one in round_["kernels"]:
         yield f"| {one['kernel']} | {one['launches']} | {one['median_us']:.1f} | {one['adds_us'] / 1e3:.2f} |"
+
+
+def products():
+    found = load("kernels-nvidia-h100-80gb-hbm3")
+    yield (
+        f"Products at few rows, us (`bench/kernels.py`, {found['commit']}, copy {found['copy_gb_s'] / 1e3:.2f} TB/s): bare, and with "
+        "what is fused into them; cuBLAS has the product alone:"
+    )
+    yield ""
+    yield "| product | N x K | MB | 1 row | 16 rows | bare | of copy | cuBLAS | over bare |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    rows = {}
+    for one in found["results"]:
+        if "outputs" in one:
+            rows.setdefault((one["row"], one["outputs"], one["cols"]), {})[one["rows"]] = one
+    for (row, outputs, cols), by in rows.items():
+        one = by[16]
+        yield (
+            f"| {row} | {outputs} x {cols} | {one['bytes'] / 1e6:.0f} | {by[1]['us']:.1f} | {one['us']:.1f} | {one['bare_us']:.1f} | "
+            f"{one['bytes'] / one['bare_us'] / 1e3 / found['copy_gb_s']:.0%} | {one['cublas_us']:.1f} | "
+            f"{one['cublas_us'] / one['bare_us']:.2f} |"
+        )
 
 
 def loading():

@@ -5,7 +5,7 @@ wrong with a kernel, so it is strict where a GPU is lenient:
   shared memory starts as NaN bits, and becomes NaN bits when its block ends;
   cp.async and bulk copies land only at the wait that makes them visible, their target is NaN bits until then;
   with dependent=True, what the launch before wrote is NaN bits until griddep_wait, and is restored there; of arrays
-  that are written are those named `early` only where their bytes changed, of all others the whole;
+  named `early` that is what changed, of others the whole;
   a wgmma happens at the wait that covers it, its sums are NaN bits until then;
   barriers reached from two places, meetings of lanes in different operations, and deadlocks are errors that
   name the kernel, block, thread and what each thread waits for;
@@ -73,11 +73,11 @@ def _hidden(array, old, early):
     at = array.ctypes.data
     if old is None or not any(np.shares_memory(array, other) for other in early):
         return [(at, array.nbytes)]
-    changed = np.flatnonzero(array.reshape(-1).view(np.uint8) != old.reshape(-1).view(np.uint8))
-    if not len(changed):
-        return []
-    runs = np.split(changed, np.flatnonzero(np.diff(changed) > 1) + 1)
-    return [(at + int(run[0]), len(run)) for run in runs]
+    size = array.itemsize
+    now, before = (a.reshape(-1).view(f"u{size}") for a in (array, old))
+    changed = np.flatnonzero(now != before)
+    runs = np.split(changed, np.flatnonzero(np.diff(changed) > 1) + 1) if len(changed) else []
+    return [(at + size * int(run[0]), size * len(run)) for run in runs]
 
 
 class EmulatedFunction:

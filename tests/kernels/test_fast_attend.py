@@ -4,13 +4,15 @@ What a row sees, and how close it comes to float64, is asked of every variant in
 """
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from minidflash.kernels import launch, source
-from minidflash.kernels.gpu import COUNTERS, attend_fast
+from minidflash.kernels.gpu import COUNTERS, attend_fast, split
 
-from tests.cases import GUARD, Make, stored
+from tests import cases
+from tests.cases import GUARD, Make, Matrix, stored
 from tests.compare import assert_close, assert_same_bits, real
 from tests.conftest import open_or_skip, parameters
 from tests.kernels.test_attend import CASE, C, weigh
@@ -204,6 +206,37 @@ def test_dependent_launch_reads_nothing_early(ops, rng, monkeypatch):
         attend_fast.attend(ops.backend, source_q, *rest, work, target)
     assert_same_bits(ops.download(o), first)
     assert_same_bits(ops.download(again), second)
+
+
+def test_old_keys_are_asked_for_before_the_wait(ops, rng, monkeypatch):
+    """Behind a qkv that writes the newest keys: the bits of both launches one after the other.
+
+    And qkv lets its successor start late, whatever its cut says.
+    """
+    D, H, G, K, T, start = 64, 4, 2, 64, 5, 250
+    case, make_ = make(rng, range(start, start + T), (H, G, K)), Make(rng, "bf16")
+    cos, sin = make_.tables(start + T, K // 2)
+    x, parts = make_.a(T, D), [Matrix(make_.a(rows * K, D)) for rows in (H, 2 * G)]
+    choose, launched, launch = split.choose, [], ops.backend.launch
+    monkeypatch.setattr(split, "choose", lambda *a, **k: replace(choose(*a, **k), early=True))
+    monkeypatch.setattr(ops.backend, "launch", lambda *a, **k: (launched.append((a, k)), launch(*a, **k)))
+
+    def layer(dependent):
+        monkeypatch.setattr(ops.backend, "dependent", dependent)
+        q, k, v, *rest = put(ops, case)
+        o, work = ops.array((T, H, K), "A"), ops.array((ops.backend.work_size(T, D, (H + 2 * G) * K),), "f32")
+        rows, norm = cases.put(ops, x, "A"), cases.put(ops, np.ones(D, np.float32), "f32")
+        tables = [cases.put(ops, a, "f32") for a in (cos, sin)]
+        weights = [ops.backend.weight([part], role) for part, role in zip(parts, ("q", "kv"), strict=True)]
+        ops.qkv(rows, norm, 1e-6, *weights, None, None, None, None, *tables, *rest[:2], k, v, work, q)
+        ops.attend(q, k, v, *rest, work, o)
+        assert ops.backend.variants["qkv"] == ops.backend.variants["attend"] == "fast"
+        return ops.download(o)
+
+    assert_same_bits(layer(True), layer(False))
+    of_qkv, of_attend = launched[-2], launched[-1]
+    assert of_qkv[0][1] == "qkv_fast" and of_qkv[0][6]["EARLY_LAUNCH"] == 0
+    assert of_attend[0][1] == "attend_fast" and len(of_attend[1]["early"]) == 2
 
 
 @needs_nvrtc

@@ -51,12 +51,21 @@ extern "C" __global__ void produce(const float* x, float* y, int n) {
     if (i < n) y[i] = 2.f * x[i];
 }
 
-/* TOO_EARLY reads what the kernel before wrote ahead of the wait: the planted mistake. */
+/* TOO_EARLY reads what the kernel before wrote ahead of the wait, by a load or (2) by cp.async: the planted
+ * mistake. */
 extern "C" __global__ void consume(const float* weight, const float* y, float* z, int n) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     float w = i < n ? weight[i] : 0.f, v = 0.f;
-    if (TOO_EARLY && i < n) v = y[i];
+    __shared__ __align__(16) float copied[32];
+    if (TOO_EARLY == 1 && i < n) v = y[i];
+    if (TOO_EARLY == 2 && i % 4 == 0 && i < n) cp_async_16(copied + threadIdx.x, y + i);
     griddep_wait();
+    if (TOO_EARLY == 2) {
+        cp_async_commit();
+        cp_async_wait<0>();
+        __syncthreads();
+        v = copied[threadIdx.x];
+    }
     if (!TOO_EARLY && i < n) v = y[i];
     if (i < n) z[i] = w + v;
 }
