@@ -293,7 +293,7 @@ class CudaDevice:
         block. args: CuPy arrays or device addresses for pointers, numbers for scalars. dependent: may start
         while the launch before it in the stream still runs; the kernel then calls griddep_wait. early: arrays of which it
         reads before that what the launch before did not write; a matter of the emulator. stream: one other than
-         the device's own, as an int, a CuPy stream or anything with __cuda_stream__.
+        the device's own, as an int, a CuPy stream or anything with __cuda_stream__.
         Errors: UserError for the card's limits, TypeError for arguments, RuntimeError with the driver's code.
         """
         packed = source.pack(function.name, function.parameters, args, _address)

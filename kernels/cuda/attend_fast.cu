@@ -1,13 +1,15 @@
 /* attend for bf16 and heads of 64 or 128: softmax(scale q k^T) v on tensor cores, in one launch.
  * Grid:   a block for a unit of keys, a kv head and a group of rows; those past the keys have none, so one
  *         grid serves every context. Four warps: 64 tile rows, a row's query heads side by side, 16 a warp,
- * times the keys of a leaf; scores and sums stay in registers. A row of several units has a piece of each in
- *         the workspace; once all are there they are merged: by all blocks of the group and head, a row a
- * warp, where the card holds the whole grid at once (`waits`), else by the last block to come. Moves:  K and
- * V of the keys that a set sees, once: keys * G * HEAD * 4 bytes; a piece of the rows a unit through L2. With
- * `early`, keys that this pass did not write are asked for before the kernel ahead, which writes q and the
- * newest keys, has ended. Source: Dao 2023 (FlashAttention-2), Shah et al. 2024 (3: wgmma), Flash-Decoding
- * 2023; the cut at absolute keys: attend_pieces.cuh. Truth:  oracle.py attend. */
+ *         times the keys of a leaf; scores and sums stay in registers. A row of several units has a piece of
+ *         each in the workspace; once all are there they are merged: by all blocks of the group and head,
+ *         a row a warp, where the card holds the whole grid at once (`waits`), else by the last to come.
+ * Moves:  K and V of the keys that a set sees, once: keys * G * HEAD * 4 bytes; a piece of the rows a unit
+ *         through L2. With `early`, keys that this pass did not write are asked for before the kernel ahead,
+ *         which writes q and the newest keys, has ended.
+ * Source: Dao 2023 (FlashAttention-2), Shah et al. 2024 (3: wgmma), Flash-Decoding 2023; the cut at absolute
+ *         keys: attend_pieces.cuh.
+ * Truth:  oracle.py attend. */
 #include "attend_pieces.cuh"
 
 /* o is A[T,H,HEAD]; group * (H/G) <= 64, group <= GROUP. splits: units a row is cut into at most, or one

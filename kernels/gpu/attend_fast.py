@@ -51,24 +51,8 @@ class Shape:
         return min(pieces, COUNTERS // (2 * self.groups)) * self.group
 
 
-def attend(
-    backend,
-    q,
-    cache_k,
-    cache_v,
-    slot,
-    pos,
-    begin,
-    end,
-    window,
-    causal,
-    scale,
-    work,
-    o,
-    waits=True,
-    early=True,
-    **tuning,
-):
+def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, work, o, waits=True,
+           early=True, **tuning):  # fmt: skip
     """Row `attend` of the table; None declines. waits: blocks may wait for each other. early: old keys may be
     asked for before the kernel ahead has ended. tuning: of `Shape`.
     """

@@ -89,7 +89,8 @@ class Split:
 
 
 # (N, K, sms) -> Split: the best of bench/gemm.py on an H100 at 16 rows with dependent launch
-# (bench/results/gemm-nvidia-h100-80gb-hbm3.json). One uncut K beats more, smaller blocks wherever 16 rows of it fit.
+# (bench/results/gemm-nvidia-h100-80gb-hbm3.json, newer ones gemm-newer-cuts-h100.json). One uncut K beats more, smaller
+# blocks wherever 16 rows of it fit.
 MEASURED = {
     (6144, 4096, 132): Split(2, 1, 16, 1, 4, 4, True, True),
     (4096, 4096, 132): Split(2, 1, 16, 2, 2, 4, True, True),
