@@ -26,7 +26,7 @@ import minidflash as md
 from minidflash.loop import one_round
 from minidflash.request import Request, release, reserve
 
-STAMPS = 1 << 16  # of one module
+STAMPS, PHASES = 1 << 12, 16  # launches of one module, and what sm90.cuh notes of each
 
 
 def with_stamps():
@@ -38,7 +38,7 @@ def with_stamps():
 
 
 def read(device, clear=False):
-    """[(nanoseconds, phase, file)] of every stamp, in order of time. clear: forget them."""
+    """[(file, begin, release, {phase: time})] of each launch in nanoseconds, by release. clear: forget them."""
     found = []
     for (file, _), module in device._modules.items():
         code, at, _ = device.driver.cuModuleGetGlobal(module, b"stamps")
@@ -47,28 +47,15 @@ def read(device, clear=False):
         count_at = device.do(device.driver.cuModuleGetGlobal(module, b"stamp_count"))
         count = ctypes.c_uint32()
         device.do(device.driver.cuMemcpyDtoH(ctypes.addressof(count), count_at, 4))
-        stamps = np.zeros((min(count.value, STAMPS), 2), np.uint64)
+        stamps = np.zeros((min(count.value, STAMPS), PHASES), np.uint64)
         if len(stamps):
             device.do(device.driver.cuMemcpyDtoH(stamps.ctypes.data, at, stamps.nbytes))
-        found += [(int(time), int(phase), Path(file).stem) for time, phase in stamps]
+        for begin, released, *rest in stamps.tolist():
+            phases = {phase: time for phase, time in enumerate(rest, 2) if time >= released}
+            found.append((Path(file).stem, begin, released, phases))
         if clear:
             device.do(device.driver.cuMemsetD32(count_at, 0, 1))
-    return sorted(found)
-
-
-def kernels(stamps):
-    """[(file, begin, release, {phase: time})] of each launch, by release."""
-    waiting, found = {}, []
-    for time, phase, file in stamps:
-        if phase == 0:
-            waiting.setdefault(file, []).append(time)
-        elif phase == 1:
-            found.append((file, waiting[file].pop(0), time, {}))
-        else:
-            own = next((k for k in reversed(found) if k[0] == file), None)
-            if own:
-                own[3][phase] = time
-    return found
+    return sorted(found, key=lambda launch: launch[2])
 
 
 def rounds_of(engine, s, how, count, context):
@@ -81,7 +68,7 @@ def rounds_of(engine, s, how, count, context):
         program.launch()
         ops.download(s.start)
         if i >= 3:
-            found.append(kernels(read(ops.backend.device)))
+            found.append(read(ops.backend.device))
     lengths = {len(launches) for launches in found}
     assert len(lengths) == 1, f"rounds of {lengths} kernels"
     return found

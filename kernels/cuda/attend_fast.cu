@@ -13,7 +13,7 @@
 #include "attend_pieces.cuh"
 
 /* o is A[T,H,HEAD]; group * (H/G) <= 64, group <= GROUP. splits: units a row is cut into at most, or one
- * more; 0: none. units: blocks of a group and kv head. work: COUNTERS, two of them a group and kv head, zero
+ * more; 0: none. units: blocks of a group and kv head. work: COUNTERS, 32 of them a group and kv head, zero
  * before and after; then a piece a block. waits: blocks may wait for each other. early: the kernel ahead let
  * this one start when all before it had ended. ratio: H/G. The grid: G, groups, units. */
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
@@ -30,41 +30,47 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     const Place place{ratio, (int)blockIdx.x, (int)blockIdx.y * group, (int)blockIdx.z,
                       (int)(blockIdx.y * G + blockIdx.x)};
     if (!early) griddep_wait();
-    bool is_old = false;
     if (warp == 0) {
         const Rows all{slot, pos, begin, end, T, group, window, causal, splits};
+        const int own_slot = lane < T ? __ldcg(slot + lane) : -1,
+                  own_pos = lane < T ? __ldcg(pos + lane) : -1;
         set.start(rows, all, place);
         if (set.left) {
             set.next(rows, place.own);
             __syncwarp();
-            is_old = early && set.leaf_first < set.leaf_end && set.is_old(all);
+            if (early) set.find_old(all, own_slot, own_pos);
         }
     } else if (warp >= WARPS - 2) {
         const int tile_row = threadIdx.x - 32 * (WARPS - 2), at = tile_row / ratio;
         ((TileRow*)(shared + TILE_ROWS_AT))[tile_row] = TileRow{(short)at, (short)(tile_row - at * ratio)};
     }
-    is_old = __syncthreads_or(is_old);
-    auto load = [&](const bf16* cache, int to, int leaf) {  // addresses are made here, not kept
+    __syncthreads();
+    constexpr int ALL = 0x7fffffff;
+    auto load = [&](const bf16* cache, int to, int leaf, int first, int last) {  // addresses are made here
+        const int low = set.only < 0 ? set.low : rows[set.only].first,
+                  high = set.only < 0 ? set.high : rows[set.only].last;
         cache += ((size_t)set.slot * G + place.g) * S * HEAD;
-        load_leaf(cache, to, leaf, set.only < 0 ? set.low : rows[set.only].first,
-                  set.only < 0 ? set.high : rows[set.only].last);
+        load_leaf(cache, to, leaf, low, high, first, last);
     };
-    if (is_old) {
-        load(cache_k, K_AT, set.leaf_first);
-        load(cache_v, V_AT, set.leaf_first);
+    int old_end = set.members && set.leaf_first < set.leaf_end ? set.old_end : 0;
+    if (old_end > set.leaf_first * LEAF) {
+        load(cache_k, K_AT, set.leaf_first, 0, old_end);
+        load(cache_v, V_AT, set.leaf_first, 0, old_end);
     }
     if (early) griddep_wait();
     if (set.members) load_q(q, place, T, H);
 
     while (set.members) {
         // Once for all rows with only = -1. Where a key that one row of a set does not see makes an infinity
-        // or NaN for another, zero times it would spoil the first: then again, row by row.
+        // or NaN for another, zero times it would spoil the first: then again, row by row, over what was
+        // kept.
         while (set.leaf_first < set.leaf_end) {
-            if (!is_old) load(cache_k, K_AT, set.leaf_first);
+            const bool is_there = old_end >= (set.leaf_first + 1) * LEAF;
+            if (!is_there) load(cache_k, K_AT, set.leaf_first, old_end, ALL);
             cp_async_commit();
-            if (!is_old) load(cache_v, V_AT, set.leaf_first);
+            if (!is_there) load(cache_v, V_AT, set.leaf_first, old_end, ALL);
             cp_async_commit();
-            is_old = false;
+            old_end = 0;
             griddep_launch();
 
             float* const piece = piece_at(work, place.index * units + place.own);
@@ -79,19 +85,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                 const bool is_last = leaf + 1 == leaf_end;
                 float s[KEY_TILES][4];
                 uint4 terms[KEY_TILES / 2][2];
-                cp_async_wait<1>();
-                fence_async_shared();
+                wait_for_older();
                 __syncthreads();  // K is there, and q
                 scores(s);
                 if (!is_last) {
                     __syncthreads();  // K has been read
-                    load(cache_k, K_AT, leaf + 1);
+                    load(cache_k, K_AT, leaf + 1, 0, ALL);
                 }
                 cp_async_commit();
                 if (masks) mask(s, set, rows, key0);
                 soften(s, out, m, l, __fmul_rn(scale, LOG2_E));
-                cp_async_wait<1>();
-                fence_async_shared();
+                wait_for_older();
                 __syncthreads();  // V is there
                 values(out, s, terms);
                 if (is_last)
@@ -102,17 +106,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                         if (count[e] > 1 && set.only < 0 && lane % 4 == 0)
                             __stcg(stats_at(piece, first_row + 8 * e), make_float2(m[e], l[e]));
                     }
-                values_done(out);
+                auto keep = [&](int half) {  // while the other half is under way
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        const int tile_row = first_row + 8 * e, d = 64 * half + 2 * (lane % 4);
+                        if (!is_last || !count[e]) continue;
+                        const float r = __frcp_rn(l[e]);
+#pragma unroll
+                        for (int n = 0; n < 8; ++n) {
+                            const float x = out[half][n][2 * e], y = out[half][n][2 * e + 1];
+                            if (count[e] > 1)
+                                __stcg((float2*)(piece + tile_row * HEAD + d + 8 * n), make_float2(x, y));
+                            else
+                                *(u32*)(o + head_at(H, place, tile_row) + d + 8 * n) = divided(x, y, r);
+                        }
+                    }
+                };
+                values_done<0>(out);
+                keep(0);
+                if constexpr (HALVES == 2) {
+                    values_done<1>(out);
+                    keep(1);
+                }
                 if (!is_last) {
                     __syncthreads();  // V has been read
-                    load(cache_v, V_AT, leaf + 1);
+                    load(cache_v, V_AT, leaf + 1, 0, ALL);
                 }
                 cp_async_commit();
             }
 
             bool is_suspect = false;
             if (set.only < 0 &&
-                (set.leaf_first * LEAF < set.shared_low || set.leaf_end * LEAF > set.shared_high))
+                (set.leaf_first * LEAF < set.shared_low || set.leaf_end * LEAF > set.shared_high)) {
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     float zero = 0.f;
@@ -120,27 +145,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                     for (int n = 0; n < UNITS; ++n)
                         zero = __fmaf_rn(out[n / 8][n % 8][2 * e], 0.f,
                                          __fmaf_rn(out[n / 8][n % 8][2 * e + 1], 0.f, zero));
-                    int2 seen = keys_of(set, rows, first_row + 8 * e);
-                    is_suspect |= zero != 0.f && seen.x < seen.y;
+                    is_suspect |= zero != 0.f && set.row_of(rows, first_row + 8 * e);
                 }
-            is_suspect = __syncthreads_or(is_suspect);
-            if (!is_suspect)
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    const int tile_row = first_row + 8 * e, d = 2 * (lane % 4);
-                    const float r = __frcp_rn(l[e]);
-                    float* const to = piece + tile_row * HEAD + d;
-                    if (!count[e]) continue;
-                    bf16* const whole = o + head_at(H, place, tile_row) + d;
-#pragma unroll
-                    for (int n = 0; n < UNITS; ++n) {
-                        const float x = out[n / 8][n % 8][2 * e], y = out[n / 8][n % 8][2 * e + 1];
-                        if (count[e] > 1)
-                            __stcg((float2*)(to + 8 * n), make_float2(x, y));
-                        else
-                            *(u32*)(whole + 8 * n) = divided(x, y, r);
-                    }
-                }
+                is_suspect = __syncthreads_or(is_suspect);
+            }
             if (!is_suspect && set.only < 0) break;
             __syncthreads();  // all know whose pass this was
             if (thread_again() == 0) {
@@ -154,18 +162,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         __syncthreads();  // the plan has been read
         if (warp == 0) set.next(rows, place.own);
         __syncthreads();
-        is_old = false;
     }
-    if (place.own == 0) {  // rows that see nothing
-        for (int i = thread_again(); i < ROWS * UNITS; i += THREADS) {
+    auto clear = [&](int first, int step) {  // rows that see nothing
+        for (int i = first; i < ROWS * UNITS && place.own == 0; i += step) {
             const int tile_row = i / UNITS, at = tile_row_of(tile_row).at;
             if (at < group && place.from + at < T && !rows[at].pieces)
                 *(uint4*)(o + head_at(H, place, tile_row) + i % UNITS * 8) = uint4{0, 0, 0, 0};
         }
-    }
+    };
+    if (!waits || set.most < 2) clear(thread_again(), THREADS);
     if (set.most < 2) return;
 
-    u32* const counter = (u32*)work + 2 * place.index;
+    u32* const counter = (u32*)work + 32 * place.index;  // a line of its own: all blocks ask for it
+    u32 waited = 0;                                      // blocks that had waited before this one
     int first = 0, step = 1;
     griddep_launch();
     if (waits) {
@@ -173,10 +182,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         if (warp == 0) {
             if (lane == 0) red_add_release(counter, 1);
             warp_wait_for(counter, units);
-            // Nobody waits any more once all have come here.
-            if (lane == 0 && atomicAdd(counter + 1, 1u) == units - 1) counter[0] = counter[1] = 0;
+        } else {
+            clear(thread_again() - 32, THREADS - 32);
         }
         __syncthreads();
+        if (threadIdx.x == 0) waited = atomicAdd(counter + 1, 1u);  // under way while rows are merged
         first = place.own, step = units;
     } else if (!last_to_arrive(counter, units)) {
         return;
@@ -186,4 +196,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         if (count > 1)
             merge(piece_at(work, place.index * units), count, tile_row, o + head_at(H, place, tile_row));
     }
+    if (waits && threadIdx.x == 0 && waited == units - 1)
+        counter[0] = counter[1] = 0;  // nobody waits any more
 }

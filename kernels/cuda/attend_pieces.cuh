@@ -1,7 +1,7 @@
-/* The pieces of attend_fast.cu: which keys a group of rows sees, what four warps do with 128 of them, and how
+/* The pieces of attend_fast.cu: which keys a group of rows sees, what four warps do with 144 of them, and how
  * the pieces of a row become one.
  *
- * A leaf is 128 keys at an absolute multiple of 128, a unit some leaves at an absolute multiple of its size.
+ * A leaf is 144 keys at an absolute multiple of 144, a unit some leaves at an absolute multiple of its size.
  * How many leaves make a unit is a row's own matter: as few as leave about `splits` units of the keys that it
  * sees. So the units grow with the context and the grid stays full, and still no bit of a row depends on the
  * rows beside it: rows whose units differ are different sets. */
@@ -20,7 +20,7 @@
 #define GROUP 16
 #endif
 
-constexpr int LEAF = 128, WARPS = 4, THREADS = 32 * WARPS;
+constexpr int LEAF = 144, WARPS = 4, THREADS = 32 * WARPS;
 constexpr int ROWS = 16 * WARPS;     // of a tile: a warp has 16
 constexpr int KEY_TILES = LEAF / 8;  // of 8 keys
 constexpr int UNITS = HEAD / 8;      // 16-byte units of a head
@@ -76,6 +76,7 @@ struct Set {
     int low, high;                // keys that any of them sees
     int shared_low, shared_high;  // keys that all of them see
     int leaf_first, leaf_end;     // of this block
+    int old_end;  // keys of the first leaf before that are there before the kernel ahead has ended
 
     /* One warp, a lane a row; all loads of a row are under way together. Past L1, which may hold what an
      * earlier pass wrote: this may come before the wait for the kernel ahead. */
@@ -116,37 +117,36 @@ struct Set {
         if (lane) return;
         int unit = first.base + own;
         left &= ~all, members = all, only = -1, slot = first.slot;
-        low = from, high = to, shared_low = last_from, shared_high = first_to;
+        old_end = 0, low = from, high = to, shared_low = last_from, shared_high = first_to;
         leaf_first = max(unit * first.unit, from / LEAF);
         leaf_end = min((unit + 1) * first.unit, (to - 1) / LEAF + 1);
     }
 
-    /* By one warp: whether what is seen of the first leaf was there before this pass: no row of its slot, of
-     * all of the launch, lies before the leaf's end. */
-    __device__ __forceinline__ bool is_old(const Rows& rows) const {
-        int oldest = 0x7fffffff;
+    /* By one warp: keys before the first that this pass writes, of all rows of the launch, are old. own_slot,
+     * own_pos: of row lane_index(), read with the rest. */
+    __device__ __forceinline__ void find_old(const Rows& rows, int own_slot, int own_pos) {
+        int first = 0x7fffffff;
         for (int t = lane_index(); t < rows.count; t += 32) {
-            int own = __ldcg(rows.slot + t), pos = __ldcg(rows.pos + t);
-            if (own == slot && pos >= 0) oldest = min(oldest, pos);
+            if (t >= 32) own_slot = __ldcg(rows.slot + t), own_pos = __ldcg(rows.pos + t);
+            if (own_slot == slot && own_pos >= 0) first = min(first, own_pos);
         }
-        return min(high, (leaf_first + 1) * LEAF) <= __reduce_min_sync(FULL_WARP, oldest);
+        first = __reduce_min_sync(FULL_WARP, first);
+        if (lane_index() == 0) old_end = first;
+    }
+
+    /* The row of a tile row, null where it is not of this set. */
+    __device__ __forceinline__ const Row* row_of(const Row* rows, int tile_row) const {
+        const int at = tile_row_of(tile_row).at;
+        return at < GROUP && members >> at & 1 ? rows + at : nullptr;
     }
 
     /* Pieces of a tile row, 0 where it is not of this pass or its keys end before this block's unit. */
     __device__ __forceinline__ int pieces_of(const Row* rows, int own, int tile_row) const {
-        const int at = tile_row_of(tile_row).at;
-        const bool is_member = at < GROUP && (only < 0 ? members : 1u << only) >> at & 1;
-        const int pieces = is_member ? rows[at].pieces : 0;
-        return own < pieces ? pieces : 0;
+        const Row* row = row_of(rows, tile_row);
+        const bool is_here = row && (only < 0 || row == rows + only) && own < row->pieces;
+        return is_here ? row->pieces : 0;
     }
 };
-
-/* The keys that a tile row sees; none where it is not of the set. */
-__device__ __forceinline__ int2 keys_of(const Set& set, const Row* rows, int tile_row) {
-    int at = tile_row_of(tile_row).at;
-    bool is_member = at < GROUP && set.members >> at & 1;
-    return is_member ? make_int2(rows[at].first, rows[at].last) : make_int2(0, 0);
-}
 
 /* Where 16-byte unit `unit` of a row lies in a tile of Rows rows. The exclusive or spreads a column of eight
  * rows over all banks; wgmma.cuh has the same order. Where `unit` is below 2, any even number below 8 more is
@@ -156,16 +156,27 @@ __device__ __forceinline__ int unit_at(int at, int row, int unit) {
     return at + unit / 8 * (Rows * 128) + row * 128 + ((unit % 8 ^ (row & 7)) << 4);
 }
 
-/* A leaf of K or V, zeros outside [low, high). cache: of the slot and kv head. */
-__device__ __forceinline__ void load_leaf(const bf16* cache, int to, int leaf, int low, int high) {
+/* The keys [first, last) of a leaf of K or V, zeros outside [low, high). cache: of the slot and kv head. */
+__device__ __forceinline__ void load_leaf(const bf16* cache, int to, int leaf, int low, int high, int first,
+                                          int last) {
     constexpr int STEP = THREADS / UNITS;
     const int thread = thread_again(), unit = thread % UNITS, key = leaf * LEAF + thread / UNITS;
     const bf16* const from = cache + (size_t)key * HEAD + 8 * unit;
     char* const at = shared + unit_at<LEAF>(to, thread / UNITS, unit);
-    low -= key, high -= key;
+    low -= key, high -= key, first -= key, last -= key;
 #pragma unroll
     for (int i = 0; i < LEAF / STEP; ++i)
-        cp_async_16_or_zero(at + i * STEP * 128, from + i * STEP * HEAD, i * STEP >= low && i * STEP < high);
+        if (i * STEP >= first && i * STEP < last)
+            cp_async_16_or_zero(at + i * STEP * 128, from + i * STEP * HEAD,
+                                i * STEP >= low && i * STEP < high);
+}
+
+/* Until all of this thread's copies but the newest group are there, for the products to come. */
+__device__ __forceinline__ void wait_for_older() {
+    cp_async_wait<1>();
+#ifdef WGMMA
+    fence_async_shared();
+#endif
 }
 
 /* Rows of q as tile rows: query heads of kv head g side by side, row by row. */
@@ -219,8 +230,8 @@ __device__ __forceinline__ void mask(float (&s)[KEY_TILES][4], const Set& set, c
     const int lane = thread_again() % 32, first = key0 + 2 * (lane % 4);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        int2 range = keys_of(set, rows, thread_again() / 32 * 16 + 8 * half + lane / 4);
-        range.x -= first, range.y -= first;
+        const Row* row = set.row_of(rows, thread_again() / 32 * 16 + 8 * half + lane / 4);
+        const int2 range = row ? make_int2(row->first - first, row->last - first) : make_int2(0, 0);
 #pragma unroll
         for (int n = 0; n < KEY_TILES; ++n)
 #pragma unroll
@@ -282,16 +293,17 @@ __device__ __forceinline__ void values(Sums& o, const float (&p)[KEY_TILES][4],
 #ifdef WGMMA
 #pragma unroll
     for (int i = 0; i < HALVES; ++i) wgmma_pin(o[i]);
-    wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < KEY_TILES / 2; ++step)
+    for (int i = 0; i < HALVES; ++i) {
+        wgmma_fence();
 #pragma unroll
-        for (int term = 0; term < 2; ++term)
+        for (int step = 0; step < KEY_TILES / 2; ++step)
 #pragma unroll
-            for (int i = 0; i < HALVES; ++i)
+            for (int term = 0; term < 2; ++term)
                 wgmma_turned(o[i], terms[step][term],
                              wgmma_columns(shared + V_AT + i * LEAF * 128 + step * 16 * 128));
-    wgmma_commit();
+        wgmma_commit();
+    }
 #else
     const int lane = thread_again() % 32, i = lane / 8, r = lane % 8;
 #pragma unroll
@@ -309,11 +321,12 @@ __device__ __forceinline__ void values(Sums& o, const float (&p)[KEY_TILES][4],
 #endif
 }
 
+/* The half `Half` of o is whole, and those before it. */
+template <int Half>
 __device__ __forceinline__ void values_done(Sums& o) {
 #ifdef WGMMA
-    wgmma_wait<0>();
-#pragma unroll
-    for (int i = 0; i < HALVES; ++i) wgmma_pin(o[i]);
+    wgmma_wait<HALVES - 1 - Half>();
+    wgmma_pin(o[Half]);
 #endif
 }
 

@@ -56,6 +56,19 @@ __device__ __forceinline__ void load_chunk(Fragments& a, int u, const char* at) 
     a[2 * u + 1] = load_stream(at + u * WARPS * CHUNK_BYTES + CHUNK_BYTES / 2);
 }
 
+/* The warp's next ASKED_CHUNKS chunks to L2: memory then has something to do until the tokens are laid. */
+template <class Matrix>
+__device__ __forceinline__ void ask(const Task& task, const Matrix& weights, Cursor next) {
+    const int lane = opaque(threadIdx.x) % 32;
+#pragma unroll(1)
+    for (int left = ASKED_CHUNKS; left > 0; left -= CHUNKS) {
+        int here = min(min(left, CHUNKS), next.rest(task));
+        for (int u = lane / 8; u < here; u += 4)  // 8 lanes a chunk, a line each
+            prefetch_l2(next.at - 16 * lane + u * WARPS * CHUNK_BYTES + 128 * (lane % 8));
+        next.advance(task, weights);
+    }
+}
+
 /* sums: [2][WARPS][UNITS][32]. Each set is written by all warps (`full`), then read by one (`empty`). */
 __device__ __forceinline__ void hand_over(float (&acc)[TOKEN_TILES][4], int ordinal, float2* sums,
                                           Barriers& barriers) {
@@ -137,6 +150,7 @@ __device__ __forceinline__ void skinny(const Task& task, const Matrix& weights, 
                 if (u < next.rest(task)) load_chunk(a[s], u, next.at);
             next.advance(task, weights);
         }
+        ask(task, weights, next);
     }
     if (threadIdx.x == 0) barriers.init(task);
     if (IS_NORMED)  // nobody writes it: the tokens need not wait for it after the kernel ahead has ended

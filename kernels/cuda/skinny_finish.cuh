@@ -32,7 +32,7 @@ __device__ __forceinline__ bool warp_last_to_arrive(u32* counter, u32 total) {
     u32 before = 0;
     if (lane_index() == 0) {
         before = atomic_add_acq_rel(counter, 1);
-        if (before == total - 1) store_release(counter, 0);
+        if (before == total - 1) *counter = 0;  // nobody asks again in this launch
     }
     before = __shfl_sync(FULL_WARP, before, 0);
     __syncwarp();  // a shuffle alone orders no memory
@@ -61,7 +61,8 @@ __device__ __forceinline__ bool merge(const Task& task, float* work, u32* counte
 #pragma unroll
     for (int q = 0; q < UNITS; ++q) v[q] = make_float2(0.f, 0.f);
     const float2* from = slice_sums(task, work, tile, 0);
-#pragma unroll(8 / UNITS)  // 16 registers of loads under way
+    constexpr int AT_ONCE = (BLOCKS_PER_SM == 1 ? 16 : 8) / UNITS;  // 32 or 16 registers of loads under way
+#pragma unroll(AT_ONCE)
     for (int slice = 0; slice < task.slices; ++slice) {
 #pragma unroll
         for (int q = 0; q < UNITS; ++q) {

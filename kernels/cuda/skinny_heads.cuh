@@ -7,7 +7,7 @@
 #pragma once
 #include "skinny.cuh"
 
-constexpr int MOST_HEADS = 512;  // of one launch: a counter of arrivals each, behind them one of blocks
+constexpr int MOST_HEADS = 512;  // of one launch: two counters each, of arrivals and of tokens ended
 constexpr int MOST_HEAD_SIZE = 128;
 
 /* The heads of one launch: those of the first matrix, then those of the second. */
@@ -24,6 +24,9 @@ struct Heads {
     __device__ __forceinline__ int row(int head) const {  // its first row in its matrix
         return (head < first_count ? head : head - first_count) * size;
     }
+    /* Its counters: many warps ask for them over and over, so each head has a line of its own if there is
+     * room, else a sector. */
+    __device__ __forceinline__ int counter(int head) const { return head * (count <= 128 ? 32 : 8); }
     __device__ __forceinline__ int tiles_of(int head) const {  // that hold rows of it
         return (row(head) + size - 1) / 16 - row(head) / 16 + 1;
     }
@@ -74,7 +77,7 @@ struct KeepTile {
         int begin = is_first ? 0 : heads.first_count, end = is_first ? heads.first_count : heads.count;
         int head = begin + row / heads.size + lane_index();
         __syncwarp();
-        if (head < end && heads.row(head) < row + 16) red_add_release(counters + head, 1);
+        if (head < end && heads.row(head) < row + 16) red_add_release(counters + heads.counter(head), 1);
     }
 };
 
@@ -86,9 +89,11 @@ struct Finish {
 };
 
 /* One head of one token by one warp, once it is whole. A lane has pairs of components: those that turn with
- * each other, and of those that do not turn two neighbours. Whatever can be is read before the wait. */
+ * each other, and of those that do not turn two neighbours. Whatever can be is read before the wait. Of a
+ * head's tokens the one that comes last puts its counters back to zero; what it asks for that is under way
+ * meanwhile. */
 __device__ __forceinline__ void finish_head(const Task& task, const Heads& heads, int head, int token,
-                                            float* work, const u32* counter, bool is_normed, float eps,
+                                            float* work, u32* counter, bool is_normed, float eps,
                                             const float* cos, const float* sin, int pairs,
                                             const Finish& how) {
     constexpr int LANE_PAIRS = MOST_HEAD_SIZE / 64;
@@ -113,6 +118,14 @@ __device__ __forceinline__ void finish_head(const Task& task, const Heads& heads
         turn[m] = p < pairs ? make_float2(cos[p], sin[p]) : make_float2(1.f, 0.f);
     }
     warp_wait_for(counter, heads.tiles_of(head) * parts_of(task));
+    u32 ended = 0;
+    if (lane_index() == 0) ended = atomicAdd(counter + 1, 1u);
+    float of_slices[2];  // squares of the row, a slice a lane: at most 64
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+        int slice = lane_index() + 32 * m;
+        of_slices[m] = is_normed && slice < task.slices ? __ldcg(work + SQUARES * slice + token) : 0.f;
+    }
     const float* sums = head_sums(task, work, heads.base(head), 0, token);
     int from[LANE_PAIRS][2];
 #pragma unroll
@@ -148,12 +161,8 @@ __device__ __forceinline__ void finish_head(const Task& task, const Heads& heads
         if (low_at(m) >= heads.size) y[m].x = 0.f;
         if (high_at(m) >= heads.size) y[m].y = 0.f;
     }
-    float root = 1.f, squares = 0.f;
-    if (is_normed) {
-        for (int slice = 0; slice < task.slices; ++slice) squares += __ldcg(work + SQUARES * slice + token);
-        root = rsqrtf(squares / task.cols + eps);
-        squares = 0.f;
-    }
+    float root = is_normed ? rsqrtf(warp_sum(of_slices[0] + of_slices[1]) / task.cols + eps) : 1.f;
+    float squares = 0.f;
 #pragma unroll
     for (int m = 0; m < LANE_PAIRS; ++m) {
         float2 bias = both(how.bias, m);
@@ -172,9 +181,10 @@ __device__ __forceinline__ void finish_head(const Task& task, const Heads& heads
         if (lane_index() + 32 * m < pairs)
             y[m] =
                 make_float2(y[m].x * turn[m].x - y[m].y * turn[m].y, y[m].y * turn[m].x + y[m].x * turn[m].y);
-        if (low_at(m) < heads.size) how.to[low_at(m)] = to_bf16(how.is_zero ? 0.f : y[m].x);
-        if (high_at(m) < heads.size) how.to[high_at(m)] = to_bf16(how.is_zero ? 0.f : y[m].y);
+        if (how.to && low_at(m) < heads.size) how.to[low_at(m)] = to_bf16(how.is_zero ? 0.f : y[m].x);
+        if (how.to && high_at(m) < heads.size) how.to[high_at(m)] = to_bf16(how.is_zero ? 0.f : y[m].y);
     }
+    if (lane_index() == 0 && ended == task.rows - 1) counter[0] = counter[1] = 0;
 }
 
 /* By all threads, after skinny() with KeepTile. rule(head, token) says what becomes of it; pos: of each
@@ -187,15 +197,8 @@ __device__ __forceinline__ void finish_heads(const Task& task, const Heads& head
     for (int item = blockIdx.x + warp_index() * gridDim.x; item < items; item += step) {
         int head = item / task.rows, token = item % task.rows;
         Finish how = rule(head, token);
-        if (!how.to) continue;
         size_t at = (size_t)max(pos[token], 0) * pairs;
-        finish_head(task, heads, head, token, work, counters + head, is_normed, eps, cos + at, sin + at,
-                    pairs, how);
+        finish_head(task, heads, head, token, work, counters + heads.counter(head), is_normed, eps, cos + at,
+                    sin + at, pairs, how);
     }
-    __syncthreads();
-    // Nobody waits any more once all blocks have come here, and all arrivals were before that.
-    bool is_last = threadIdx.x == 0 && atomicAdd(counters + MOST_HEADS, 1u) == gridDim.x - 1;
-    if (!__syncthreads_or(is_last)) return;
-    for (int i = threadIdx.x; i < heads.count; i += THREADS) counters[i] = 0;
-    if (threadIdx.x == 0) counters[MOST_HEADS] = 0;
 }

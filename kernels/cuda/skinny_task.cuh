@@ -15,6 +15,9 @@
 #ifndef STEPS_AHEAD
 #define STEPS_AHEAD 1  // steps whose weights are on their way to registers
 #endif
+#ifndef ASKED_CHUNKS
+#define ASKED_CHUNKS 0  // chunks of a warp behind those, asked for in L2 before the wait
+#endif
 #ifndef BLOCKS_PER_SM
 #define BLOCKS_PER_SM 2
 #endif

@@ -192,19 +192,22 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
 
 // ---- dependent launch ----
 
-#ifdef STAMPS  // bench/timeline.py: when block 0 of every launch began and when its wait was over
-__device__ u64 stamps[2 * STAMPS];
-__device__ u32 stamp_count;
+#ifdef STAMPS  // bench/timeline.py: when block 0 of every launch began (0), its wait was over (1), and more
+constexpr int STAMP_PHASES = 16;
+__device__ u64 stamps[STAMPS][STAMP_PHASES];  // by launch
+__device__ u32 stamp_count;                   // launches
 
-__device__ __forceinline__ void stamp(u64 what) {
+/* One lane asks for the launch's number at its first stamp; later ones wait for nothing. */
+__device__ __forceinline__ void stamp(int phase) {
+    __shared__ u32 launch;
     if (blockIdx.x + blockIdx.y + blockIdx.z > 0 || lane_index() > 0) return;
     u64 now;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
-    u32 at = atomicAdd(&stamp_count, 1u) % STAMPS;
-    stamps[2 * at] = now, stamps[2 * at + 1] = what;
+    if (phase == 0) launch = atomicAdd(&stamp_count, 1u) % STAMPS;
+    stamps[launch][phase] = now;
 }
 #else
-__device__ __forceinline__ void stamp(u64) {}
+__device__ __forceinline__ void stamp(int) {}
 #endif
 
 /* Until the kernel before this one in the stream has ended and its writes are visible. In a kernel that calls

@@ -82,16 +82,16 @@ __device__ __forceinline__ void wgmma(float (&d)[128], const uint4& a, u64 b) {
                  : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b));
 }
 
-#define TILES_OF_8(i)                                                                                  \
-    "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3]), "+f"(d[i + 1][0]), "+f"(d[i + 1][1]),  \
-        "+f"(d[i + 1][2]), "+f"(d[i + 1][3]), "+f"(d[i + 2][0]), "+f"(d[i + 2][1]), "+f"(d[i + 2][2]), \
-        "+f"(d[i + 2][3]), "+f"(d[i + 3][0]), "+f"(d[i + 3][1]), "+f"(d[i + 3][2]), "+f"(d[i + 3][3])
+#define TWO_TILES(i)                                                                                  \
+    "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3]), "+f"(d[i + 1][0]), "+f"(d[i + 1][1]), \
+        "+f"(d[i + 1][2]), "+f"(d[i + 1][3])
+#define FOUR_TILES(i) TWO_TILES(i), TWO_TILES(i + 2)
 
 /* The same with A in shared memory too, a: wgmma_columns of its 64 rows. d[i] are columns 8i .. 8i+7. */
-__device__ __forceinline__ void wgmma(float (&d)[16][4], u64 a, u64 b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" D0 ", " D32
-                 "}, %64, %65, 1, 1, 1, 0, 0;"
-                 : TILES_OF_8(0), TILES_OF_8(4), TILES_OF_8(8), TILES_OF_8(12)
+__device__ __forceinline__ void wgmma(float (&d)[18][4], u64 a, u64 b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n144k16.f32.bf16.bf16 {" D0 ", " D32
+                 ", %64, %65, %66, %67, %68, %69, %70, %71}, %72, %73, 1, 1, 1, 0, 0;"
+                 : FOUR_TILES(0), FOUR_TILES(4), FOUR_TILES(8), FOUR_TILES(12), TWO_TILES(16)
                  : "l"(a), "l"(b));
 }
 
@@ -100,11 +100,12 @@ __device__ __forceinline__ void wgmma(float (&d)[16][4], u64 a, u64 b) {
 __device__ __forceinline__ void wgmma_turned(float (&d)[8][4], const uint4& a, u64 b) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" D0
                  "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
-                 : TILES_OF_8(0), TILES_OF_8(4)
+                 : FOUR_TILES(0), FOUR_TILES(4)
                  : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b));
 }
 
-#undef TILES_OF_8
+#undef FOUR_TILES
+#undef TWO_TILES
 #undef EIGHT
 #undef THIRTY_TWO
 #undef D0

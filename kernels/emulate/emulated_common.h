@@ -27,8 +27,3 @@ inline u32 load_acquire(const u32* counter, EMULATE_SITE) {
     return *counter;
 }
 
-inline void store_release(u32* counter, u32 value) {
-    emulate::counter_release(counter);
-    *counter = value;
-    emulate::progress();
-}

@@ -17,8 +17,8 @@ void wgmma(float (&d)[Sums], const uint4& a, u64 b, EMULATE_SITE) {
     emulate::wgmma(d, Sums, &a.x, 0, b, false, site);
 }
 
-inline void wgmma(float (&d)[16][4], u64 a, u64 b, EMULATE_SITE) {
-    emulate::wgmma(d[0], 64, nullptr, a, b, false, site);
+inline void wgmma(float (&d)[18][4], u64 a, u64 b, EMULATE_SITE) {
+    emulate::wgmma(d[0], 72, nullptr, a, b, false, site);
 }
 
 inline void wgmma_turned(float (&d)[8][4], const uint4& a, u64 b, EMULATE_SITE) {

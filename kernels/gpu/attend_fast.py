@@ -8,7 +8,7 @@ import math
 
 from . import COUNTERS, HAS_WGMMA
 
-LEAF, THREADS, TILE_ROWS = 128, 128, 64
+LEAF, THREADS, TILE_ROWS = 144, 128, 64
 
 
 def work_size(backend):
@@ -48,7 +48,7 @@ class Shape:
     def rows_a_pass(self, work):
         """Rows of one launch: what counters and a workspace of so many f32 hold. 0: none."""
         pieces = (work - COUNTERS) // (self.groups * self.units * piece_size(self.size))
-        return min(pieces, COUNTERS // (2 * self.groups)) * self.group
+        return min(pieces, COUNTERS // (32 * self.groups)) * self.group
 
 
 def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, work, o, waits=True,

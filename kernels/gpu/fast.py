@@ -80,7 +80,7 @@ def defines_of(cut, token_tiles):
     return {
         "TOKEN_TILES": token_tiles, "STREAM_WARPS": cut.warps, "STEP_CHUNKS": chunks, "STEPS_AHEAD": ahead,
         "BLOCKS_PER_SM": cut.resident, "FINISH_WARPS": cut.finishers, "CLUSTER_MERGE": int(cut.cluster),
-        "EARLY_LAUNCH": int(cut.early),
+        "EARLY_LAUNCH": int(cut.early), "ASKED_CHUNKS": cut.asked,
     }  # fmt: skip
 
 

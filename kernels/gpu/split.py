@@ -24,7 +24,8 @@ class Split:
     """slices of K; blocks a multiprocessor; streaming warps a block; chunks a step and steps ahead of a warp.
 
     finishers: warps that end tiles. cluster: the slices of a tile are one cluster and meet in shared memory. early: the
-    next kernel's blocks may take their place at once, beside these. The last three do not show in the bits.
+    next kernel's blocks may take their place at once, beside these. asked: chunks of a warp that are asked for in L2
+    before the kernel ahead has ended, behind those on their way to registers. The last four do not show in the bits.
     """
 
     slices: int
@@ -35,6 +36,7 @@ class Split:
     finishers: int = 1
     cluster: bool = False
     early: bool = False
+    asked: int = 4
 
     def groups(self, sms):
         """Tiles that the card has under way at once. Clusters of more than 2 reach 120 of an H100's 132 multiprocessors."""
@@ -92,30 +94,30 @@ class Split:
 # (bench/results/gemm-nvidia-h100-80gb-hbm3.json, newer ones gemm-newer-cuts-h100.json). One uncut K beats more, smaller
 # blocks wherever 16 rows of it fit.
 MEASURED = {
-    (6144, 4096, 132): Split(2, 1, 16, 1, 4, 4, True, True),
-    (4096, 4096, 132): Split(2, 1, 16, 2, 2, 4, True, True),
-    (24576, 4096, 132): Split(2, 1, 16, 4, 1, 4, True, True),
-    (4096, 12288, 132): Split(4, 1, 16, 4, 1, 4, False, True),
+    (6144, 4096, 132): Split(2, 1, 16, 4, 1, 4, True, True),
+    (4096, 4096, 132): Split(2, 1, 16, 2, 2, 4, True, True, 5),
+    (24576, 4096, 132): Split(1, 1, 12, 4, 2, 4, False, True, 2),
+    (4096, 12288, 132): Split(4, 1, 16, 4, 1, 4, False, True, 2),
     (151936, 4096, 132): Split(1, 1, 12, 4, 2, 4),
     (4096, 20480, 132): Split(4, 1, 16, 4, 1, 4, True, True),
     (10240, 4096, 132): Split(2, 1, 16, 2, 2, 4, True, True),
-    (6144, 2560, 132): Split(1, 1, 12, 4, 2, 4, False, True),
+    (6144, 2560, 132): Split(2, 1, 16, 4, 1, 4, True, True),
     (2560, 4096, 132): Split(4, 1, 16, 2, 2, 4, True, True),
-    (19456, 2560, 132): Split(2, 1, 12, 4, 1, 4, True, True),
-    (2560, 9728, 132): Split(4, 1, 12, 4, 2, 4),
+    (19456, 2560, 132): Split(1, 1, 12, 4, 2, 4, False, True, 2),
+    (2560, 9728, 132): Split(4, 1, 12, 4, 2, 4, False, True),
     (2560, 12800, 132): Split(4, 1, 16, 4, 1, 4, True, True),
     (10240, 2560, 132): Split(2, 1, 10, 4, 1, 4, True, True),
-    (28672, 4096, 132): Split(2, 1, 16, 4, 1, 4, True, True),
+    (28672, 4096, 132): Split(1, 1, 12, 4, 2, 4, False, True, 2),
     (4096, 14336, 132): Split(4, 1, 16, 4, 1, 4, False, True),
     (128256, 4096, 132): Split(1, 1, 12, 4, 2, 4),
     (151936, 2560, 132): Split(1, 1, 12, 4, 2, 4),
-    (960, 576, 132): Split(1, 1, 6, 3, 1, 4),
-    (576, 576, 132): Split(1, 3, 5, 4, 1, 1, False, True),
-    (3072, 576, 132): Split(1, 1, 7, 4, 1, 4),
-    (576, 1536, 132): Split(1, 1, 12, 4, 1, 1, False, True),
-    (49152, 576, 132): Split(1, 2, 8, 4, 1, 2, False, True),
-    (1536, 576, 132): Split(1, 1, 6, 3, 1, 4),
-    (576, 2304, 132): Split(3, 1, 6, 4, 1, 4, True),
+    (960, 576, 132): Split(1, 1, 6, 3, 1, 4, False, False, 0),
+    (576, 576, 132): Split(1, 3, 5, 4, 1, 1, False, True, 0),
+    (3072, 576, 132): Split(1, 1, 7, 4, 1, 4, False, False, 0),
+    (576, 1536, 132): Split(1, 1, 12, 4, 1, 1, False, True, 0),
+    (49152, 576, 132): Split(1, 2, 8, 4, 1, 2, False, True, 0),
+    (1536, 576, 132): Split(1, 1, 6, 3, 1, 4, False, False, 0),
+    (576, 2304, 132): Split(3, 1, 6, 4, 1, 4, True, False, 0),
 }
 
 
