@@ -63,6 +63,7 @@ class _Request(ctypes.Structure):  # scheduler.h has the same
         ("patience", ctypes.c_double),
         ("poisoned", ctypes.POINTER(_Span)),
         ("poisoned_count", ctypes.c_uint64),
+        ("garbage", ctypes.c_int),
         ("has_waited", ctypes.c_int),
         ("error", ctypes.c_char * 2048),
     ]
@@ -111,6 +112,7 @@ class EmulatedDevice:
         self.sms = sms
         self.shared_limit = 232448
         self.seed = seed
+        self.garbage = 0xFF  # every byte of shared memory at a block's start; as floats NaN
         self.patience = 10.0  # seconds of processor time that one thread may run without waiting for another
         self._functions = {}
         self._launches = 0
@@ -177,6 +179,7 @@ class EmulatedDevice:
             patience=self.patience,
             poisoned=spans,
             poisoned_count=len(hidden),
+            garbage=self.garbage,
         )
         self._launches += 1
         with _lock:

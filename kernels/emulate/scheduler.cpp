@@ -151,7 +151,7 @@ static Block* new_block(Cluster* cluster, unsigned rank, uint3 index) {
     block->rank = rank;
     block->alive = threads;
     if (posix_memalign((void**)&block->shared, 1024, request->shared_bytes + !request->shared_bytes)) abort();
-    memset(block->shared, 0xff, request->shared_bytes);  // NaN: nobody may count on zeros
+    memset(block->shared, request->garbage, request->shared_bytes);  // nobody may count on zeros
     block->fibers.resize(threads);
     block->warps.resize((threads + 31) / 32);
     for (unsigned i = 0; i < threads; ++i) {

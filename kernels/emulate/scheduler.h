@@ -125,6 +125,7 @@ struct Request {
     double patience;    // seconds of processor time a thread may run without waiting
     const Span* poisoned;
     uint64_t poisoned_count;
+    int garbage;
     int has_waited;  // out: griddep_wait was called
     char error[2048];
 };

@@ -152,6 +152,22 @@ def test_slots_in_one_pass(ops, rng):
     assert_same_bits(call(ops, some(case, order)), whole[order])
 
 
+@pytest.mark.parametrize("garbage", [0xFF, 0x3F, 0x80])
+def test_rows_that_see_nothing_count_on_nothing(ops, rng, garbage):
+    """A round behind the end of a text has no active row: a group of it has no plan, whatever lies where plans lie."""
+    if ops.name == "emulate":
+        ops.backend.device.garbage = garbage
+    case = make(rng, [-1] * 30, (4, 1, 64))
+    for window in (0, 40):
+        for rows in (30, 1):
+            assert (call(ops, some(case | {"window": window}, range(rows))) == 0).all()
+    pos = np.array([-1] * 16 + [*range(300, 314)], np.int32)
+    mixed = make(rng, pos, (4, 1, 64))
+    whole = call(ops, mixed)
+    assert (whole[:16] == 0).all()
+    check(mixed, whole)
+
+
 def test_a_drafters_block(ops, rng):
     """Rows that see the whole block, and a window that bounds the context only."""
     case = make(rng, range(280, 296), (4, 1, 64), causal=0, block=(280, 296))
