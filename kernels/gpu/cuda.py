@@ -70,7 +70,7 @@ class CudaBackend(GpuBackend):
     # (H100, Qwen3-8B: 3,168 launches, 220 ms). At 2,048 every product has whole waves of its largest tile.
     prefill_chunk = 2048
     rounds_ahead = 1  # the host reads a round's record while the next one runs
-    buckets = 512, 1024, 2048  # behind them attention's grid is what the card holds
+    buckets = 576, 1152, 2304  # 4, 8 and 16 leaves of attention; behind them its grid is what the card holds
 
     def __init__(self, activations, device=0, graph=True, dependent=True):
         self._cupy = cupy = _cupy()
