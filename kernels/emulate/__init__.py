@@ -112,7 +112,8 @@ class EmulatedDevice:
         self.sms = sms
         self.shared_limit = 232448
         self.seed = seed
-        self.garbage = 0xFF  # every byte of shared memory at a block's start; as floats NaN
+        # Every byte of shared memory at a block's start: NaN as floats; as integers -1, or large where races are looked for.
+        self.garbage = 0x3F if build.finds_races() else 0xFF
         self.patience = 10.0  # seconds of processor time that one thread may run without waiting for another
         self._functions = {}
         self._launches = 0

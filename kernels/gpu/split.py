@@ -91,8 +91,9 @@ class Split:
 
 
 # (N, K, sms) -> Split: the best of bench/gemm.py on an H100 at 16 rows with dependent launch
-# (bench/results/gemm-nvidia-h100-80gb-hbm3.json, newer ones gemm-newer-cuts-h100.json). One uncut K beats more, smaller
-# blocks wherever 16 rows of it fit.
+# (bench/results/gemm-nvidia-h100-80gb-hbm3.json, newer ones gemm-newer-cuts-h100.json) or, where `asked` is given and for
+# qkv, gate_up and Qwen3-4B, of bench/variants.py in whole passes (bench/NOTES.md, 5d22864). One uncut K beats more,
+# smaller blocks wherever 16 rows of it fit.
 MEASURED = {
     (6144, 4096, 132): Split(2, 1, 16, 4, 1, 4, True, True),
     (4096, 4096, 132): Split(2, 1, 16, 2, 2, 4, True, True, 5),

@@ -153,10 +153,10 @@ def test_slots_in_one_pass(ops, rng):
 
 
 @pytest.mark.parametrize("garbage", [0xFF, 0x3F, 0x80])
-def test_rows_that_see_nothing_count_on_nothing(ops, rng, garbage):
+def test_rows_that_see_nothing_count_on_nothing(ops, rng, garbage, monkeypatch):
     """A round behind the end of a text has no active row: a group of it has no plan, whatever lies where plans lie."""
     if ops.name == "emulate":
-        ops.backend.device.garbage = garbage
+        monkeypatch.setattr(ops.backend.device, "garbage", garbage)
     case = make(rng, [-1] * 30, (4, 1, 64))
     for window in (0, 40):
         for rows in (30, 1):
