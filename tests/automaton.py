@@ -34,14 +34,15 @@ def build(folder, name="FX-B", **changes):
 
 def write_pair(
     folder, successor, taps=(1,), recode=None, amplitude=1.0, theta=None, layers=4, block=8, mask=MASK, eos=EOS,
-    max_pos=4096, pad=0, tied=False, target_config=None, draft_config=None,
+    max_pos=4096, pad=0, tied=False, ffn=FFN, target_config=None, draft_config=None,
 ):  # fmt: skip
     """Write one pair; returns (target folder, drafter folder).
 
     successor: token -> next token, or {token: probability}. recode: target layer -> {token a: token b}, where the
     residual stream stops saying a and says b. amplitude: scale of the residual stream. theta: RoPE base of the
     drafter, which then also attends by distance. pad: zero rows after the vocabulary. tied: no head tensor, so
-    every token repeats. target_config, draft_config: keys to set; a value of ... removes the key.
+    every token repeats. ffn: width of the MLPs, above all recoded tokens. target_config, draft_config: keys to set; a
+    value of ... removes the key.
     """
     rows = VOCAB + pad
     embed = np.zeros((rows, WIDTH))
@@ -58,13 +59,13 @@ def write_pair(
     if not tied:
         target["lm_head.weight"] = head
     for i in range(layers):
-        target |= _idle_layer(f"model.layers.{i}.", (recode or {}).get(i, {}))
+        target |= _idle_layer(f"model.layers.{i}.", (recode or {}).get(i, {}), ffn)
     first_tap = np.zeros((WIDTH, len(taps) * WIDTH))
     first_tap[:, :WIDTH] = np.eye(WIDTH)
     draft = {"fc.weight": first_tap, "hidden_norm.weight": np.ones(WIDTH), "norm.weight": np.ones(WIDTH)}
-    draft |= _voting_layer("layers.0.", by_distance=theta is not None)
+    draft |= _voting_layer("layers.0.", theta is not None, ffn)
     shared = {
-        "hidden_size": WIDTH, "intermediate_size": FFN, "num_attention_heads": HEADS, "num_key_value_heads": HEADS,
+        "hidden_size": WIDTH, "intermediate_size": ffn, "num_attention_heads": HEADS, "num_key_value_heads": HEADS,
         "head_dim": HEAD_SIZE, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "rope_scaling": None,
         "max_position_embeddings": max_pos, "hidden_act": "silu", "attention_bias": False, "torch_dtype": "bfloat16",
         "tie_word_embeddings": tied, "vocab_size": rows,
@@ -90,9 +91,9 @@ def write_pair(
     return folders
 
 
-def _idle_layer(prefix, recode):
+def _idle_layer(prefix, recode, ffn):
     """A target layer that adds nothing, but for the tokens that `recode` rewrites (its MLP does that)."""
-    gate, down = np.zeros((FFN, WIDTH)), np.zeros((WIDTH, FFN))
+    gate, down = np.zeros((ffn, WIDTH)), np.zeros((WIDTH, ffn))
     for old, new in recode.items():
         gate[old, old] = (
             1  # gate and up both read 8, so the product is 64: an eighth of it replaces the token
@@ -102,13 +103,13 @@ def _idle_layer(prefix, recode):
     return _layer(prefix, square, square, square, square, gate, down)
 
 
-def _voting_layer(prefix, by_distance):
+def _voting_layer(prefix, by_distance, ffn):
     """A drafter layer that copies the mean of what it sees. by_distance: scores move with RoPE, not with content."""
     query_key = np.zeros((WIDTH, WIDTH))
     if by_distance:
         query_key[4::HEAD_SIZE] = 1  # pair (4, 12) if half-split: slow at theta 1e7; pair (4, 5): fast
     names = {f"{prefix}self_attn.{part}_norm.weight": np.ones(HEAD_SIZE) for part in "qk"}
-    gate, down, eye = np.zeros((FFN, WIDTH)), np.zeros((WIDTH, FFN)), np.eye(WIDTH)
+    gate, down, eye = np.zeros((ffn, WIDTH)), np.zeros((WIDTH, ffn)), np.eye(WIDTH)
     return names | _layer(prefix, query_key, query_key, eye, eye, gate, down)
 
 
