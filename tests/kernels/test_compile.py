@@ -1,6 +1,6 @@
 """Every .cu compiles for every card it is for, keeps to registers, and holds the instructions it names.
 
-Needs NVRTC and nvdisasm (extra `test`), no GPU and no driver. Other kernel tests use assert_instructions too.
+Needs NVRTC and nvdisasm (extra `test`), no GPU and no driver.
 """
 
 import ctypes
@@ -15,53 +15,12 @@ import pytest
 from minidflash.kernels import diskcache, launch, source
 
 from minidflash.errors import UserError
+from tests.disassembly import assert_instructions, disassemble, disassemble_all
 
 SAMPLES = Path(__file__).parent / "samples"
 needs_nvrtc = pytest.mark.skipif(
     not util.find_spec("cuda") or not util.find_spec("cuda.bindings"), reason="cuda-bindings is not installed"
 )
-
-
-def nvdisasm():
-    """The path of nvdisasm from its wheel, or a skip."""
-    roots = util.find_spec("nvidia").submodule_search_locations if util.find_spec("nvidia") else ()
-    for root in roots:
-        for tool in Path(root).glob("*/bin/nvdisasm"):
-            return tool
-    return pytest.skip("nvdisasm is not installed (wheel nvidia-cuda-nvdisasm)")
-
-
-def disassemble(cubin, tmp_path):
-    """{kernel: list of instructions, "LDG.E.128 ...", predicates dropped} of a cubin."""
-    file = tmp_path / "kernel.cubin"
-    file.write_bytes(cubin)
-    text = subprocess.run([nvdisasm(), "-c", file], capture_output=True, text=True, check=True).stdout
-    kernels = {}
-    for part in re.split(r"^\s*\.section\s+\.text\.", text, flags=re.MULTILINE)[1:]:
-        name = re.match(r"\w+", part)[0]
-        kernels[name] = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][^;]*?)\s*;", part)
-    return kernels
-
-
-def assert_instructions(instructions, wanted, unwanted=("LDL", "STL")):
-    """Each of `wanted` starts an instruction, none of `unwanted` does.
-
-    instructions: one kernel's list from disassemble. wanted: opcodes as "HMMA" or "LDG.E"; a modifier written
-    after a space, "LDG.E 128", must follow somewhere in the same opcode.
-    """
-
-    def has(pattern):
-        start, *modifiers = pattern.split(" ")
-        opcodes = (line.split(" ")[0] for line in instructions)
-        return any(
-            (op == start or op.startswith(start + ".")) and all(m in op.split(".") for m in modifiers)
-            for op in opcodes
-        )
-
-    missing = [pattern for pattern in wanted if not has(pattern)]
-    assert not missing, f"missing {missing} among {sorted({line.split(' ')[0] for line in instructions})}"
-    present = [pattern for pattern in unwanted if has(pattern)]
-    assert not present, f"unwanted {present}"
 
 
 def arches_of(path):
@@ -80,32 +39,42 @@ def pairs():
 
 @needs_nvrtc
 @pytest.mark.parametrize("path, arch", pairs())
-def test_every_kernel_compiles_and_stays_in_registers(path, arch, tmp_path):
-    cubin, log = launch.compile_cubin(path, arch)
+def test_every_kernel_compiles_and_stays_in_registers(path, arch):
+    _, log = launch.compile_cubin(path, arch)
     found = launch.resources(log)
     assert set(found) >= set(source.kernel_names(path.read_text())), log
     for name, used in found.items():
         planted = path.parent == SAMPLES and name == "overflows_stack"
         assert planted or (used.stack, used.spill_stores, used.spill_loads) == (0, 0, 0), f"{name}: {used}"
-    for name, instructions in disassemble(cubin, tmp_path).items():
-        if name != "overflows_stack":
-            assert_instructions(instructions, [])
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", launch.ARCHES.values())
+def test_no_kernel_has_local_memory(arch, tmp_path):
+    """The machine code of all of the above: they come from the cache."""
+    paths = [p.values[0] for p in pairs() if p.values[1] == arch]
+    cubins = [launch.compile_cubin(path, arch)[0] for path in paths]
+    for path, kernels in zip(paths, disassemble_all(cubins, tmp_path), strict=True):
+        assert kernels.keys() >= set(source.kernel_names(path.read_text())), path.name
+        for name, instructions in kernels.items():
+            if name != "overflows_stack":
+                assert_instructions(instructions, [])
 
 
 @needs_nvrtc
 @pytest.mark.parametrize("arch", launch.ARCHES.values())
 def test_wrappers_become_their_instructions(arch, tmp_path):
-    tiles = disassemble(launch.compile_cubin(SAMPLES / "tiles.cu", arch)[0], tmp_path)
+    files = "tiles.cu", "grid.cu", "rmsnorm.cu"
+    cubins = [launch.compile_cubin(SAMPLES / file, arch)[0] for file in files]
+    tiles, grid, plain = disassemble_all(cubins, tmp_path)
     assert_instructions(tiles["gemm_direct"], ["HMMA.16816.F32.BF16", "LDG.E 128 NA LTC256B CONSTANT"])
     assert_instructions(tiles["gemm_cp_async"], ["HMMA", "LDGSTS", "LDGDEPBAR", "DEPBAR", "LDS 128"])
     assert_instructions(tiles["gemm_bulk"], ["UBLKCP", "SYNCS", "HMMA", "LDS 128"], ["LDL", "STL", "LDGSTS"])
     assert_instructions(tiles["matrices"], ["LDSM 4", "LDSM MT88 4", "LDSM 2", "LDSM MT88 2"])
-    grid = disassemble(launch.compile_cubin(SAMPLES / "grid.cu", arch)[0], tmp_path)
     assert_instructions(grid["produce"], ["ACQBULK", "PREEXIT"])
     assert_instructions(grid["cluster_sum"], ["UCGABAR_ARV", "UCGABAR_WAIT"])
     assert_instructions(grid["hand_over"], ["BAR.ARV", "BAR.SYNC"])
     assert_instructions(grid["sum_last_block"], ["ATOMG.E.ADD.STRONG.GPU"])
-    plain = disassemble(launch.compile_cubin(SAMPLES / "rmsnorm.cu", arch)[0], tmp_path)
     assert_instructions(plain["rmsnorm"], ["F2FP.BF16", "SHFL.BFLY", "MUFU.RSQ"])
 
 

@@ -1,5 +1,6 @@
 """The fast kernels' bits under any number of rows, any company, order and cut; dependent launch; what is compiled."""
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -12,9 +13,10 @@ from minidflash.kernels.table import ROWS as TABLE_ROWS
 from tests.cases import Make, stored
 from tests.compare import assert_same_bits, real
 from tests.conftest import parameters
+from tests.disassembly import assert_instructions, disassemble_all
 from tests.fast_rows import C_NORMED, PRODUCTS, ROWS, C, fast_check, fast_run, on_gpu_backends
 from tests.kernels import test_fuse, test_gate_up, test_head_logits, test_linear_add, test_qkv, test_rows
-from tests.kernels.test_compile import assert_instructions, disassemble, needs_nvrtc
+from tests.kernels.test_compile import needs_nvrtc
 
 CUTS = [
     split.Split(1, 2, 8), split.Split(3, 2, 8, 4, 1), split.Split(2, 1, 16, 1, 4), split.Split(4, 2, 4, 2, 2),
@@ -160,20 +162,23 @@ def test_dependent_launches_read_nothing_too_early(ops, rng, cut, monkeypatch):
 # ---- what is compiled --------------------------------------------------------------------------------------------------
 
 
+COMPILED = split.Split(4, 2, 8), split.Split(2, 1, 16, 1, 4, 4, True)
+
+
 @needs_nvrtc
 @pytest.mark.parametrize("arch", launch.ARCHES.values())
-@pytest.mark.parametrize("token_tiles", split.TOKEN_TILES)
-@pytest.mark.parametrize("cut", [split.Split(4, 2, 8), split.Split(2, 1, 16, 1, 4, 4, True)], ids=str)
 @pytest.mark.parametrize(
     "name", [name for name in PRODUCTS if name not in ("sample", "propose")]
 )  # they use head_logits_fast
-def test_kernels_keep_to_registers_and_stream(name, cut, token_tiles, arch, tmp_path):
-    file = "head_fast.cu" if name == "head_logits" else f"{name}_fast.cu"
-    defines = fast.defines_of(cut, token_tiles)
-    cubin, log = launch.compile_cubin(file, arch, {key: str(value) for key, value in defines.items()})
-    used = launch.resources(log)[f"{name}_fast"]
-    assert (used.stack, used.spill_stores, used.spill_loads) == (0, 0, 0)
-    assert used.registers <= 96, "two blocks of 10 warps fit a multiprocessor"
+def test_kernels_keep_to_registers_and_stream(name, arch, tmp_path):
+    file, cubins = "head_fast.cu" if name == "head_logits" else f"{name}_fast.cu", []
+    for cut, token_tiles in itertools.product(COMPILED, split.TOKEN_TILES):
+        defines = {key: str(value) for key, value in fast.defines_of(cut, token_tiles).items()}
+        cubin, log = launch.compile_cubin(file, arch, defines)
+        used = launch.resources(log)[f"{name}_fast"]
+        assert (used.stack, used.spill_stores, used.spill_loads) == (0, 0, 0), defines
+        assert used.registers <= 96, f"two blocks of 10 warps fit a multiprocessor: {defines}"
+        cubins.append(cubin)
     wanted = [
         "LDG.E 128 NA LTC256B CONSTANT",
         "HMMA.16816.F32.BF16",
@@ -182,7 +187,8 @@ def test_kernels_keep_to_registers_and_stream(name, cut, token_tiles, arch, tmp_
         "ACQBULK",
         "PREEXIT",
     ]
-    assert_instructions(disassemble(cubin, tmp_path)[f"{name}_fast"], wanted)
+    for kernels in disassemble_all(cubins, tmp_path):
+        assert_instructions(kernels[f"{name}_fast"], wanted)
 
 
 # ---- cuts ------------------------------------------------------------------------------------------------------------

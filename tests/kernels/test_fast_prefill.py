@@ -9,8 +9,9 @@ from minidflash.kernels.ops import Ops
 from tests.cases import check, run
 from tests.compare import assert_same_bits, real
 from tests.conftest import open_or_skip, parameters
+from tests.disassembly import assert_instructions, disassemble_all
 from tests.kernels import test_fuse, test_gate_up, test_inject, test_linear_add, test_qkv, test_rows
-from tests.kernels.test_compile import assert_instructions, disassemble, needs_nvrtc
+from tests.kernels.test_compile import needs_nvrtc
 
 # C_NORMED: the norm's weights are multiplied in before the product and that is rounded, half of 2^-7 of each term.
 C, C_NORMED = 16, 2**15
@@ -190,13 +191,16 @@ WANTED = {
 @pytest.mark.parametrize("file", FILES)
 def test_compiles_without_spills(frame, arch, file, tmp_path):
     """Nor with a fence of the card's memory: an arrival of the cluster's scope puts one into every stage."""
+    cubins = []
     for tile in prefill.TILES[frame]:
         defines = prefill.defines_of(frame, tile)
         cubin, log = launch.compile_cubin(source.find(f"{file}.cu"), arch, defines)
+        cubins.append(cubin)
         for name, used in launch.resources(log).items():
             assert (used.stack, used.spill_stores, used.spill_loads) == (0, 0, 0), f"{name} {defines}: {used}"
         assert "Potential Performance Loss" not in log, log  # ptxas made wgmma wait for each other
-        assert_instructions(disassemble(cubin, tmp_path)[file], WANTED[frame], ("LDL", "STL", "MEMBAR"))
+    for kernels in disassemble_all(cubins, tmp_path):
+        assert_instructions(kernels[file], WANTED[frame], ("LDL", "STL", "MEMBAR"))
 
 
 @needs_nvrtc
