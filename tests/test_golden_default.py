@@ -8,12 +8,11 @@ import pytest
 
 import minidflash as md
 from minidflash.errors import UserError
-from tests.conftest import parameters
+from tests.conftest import FULL, parameters
 from tests.models import clipped, forward, logits_of, numbers, state_of
 from tests.test_golden import assert_until_close
 
 TOKENS, PROMPTS = 96, range(6)
-FULL = os.environ.get("MINIDFLASH_FULL") == "1"
 
 
 @lru_cache(maxsize=2)

@@ -5,7 +5,6 @@ alone. The laws are known: pair FX-S of automaton.py.
 """
 
 import itertools
-import os
 from functools import cache
 
 import ml_dtypes
@@ -17,12 +16,11 @@ from minidflash.drafter import draft
 from minidflash.errors import UserError
 from tests.automaton import TABLES, VOCAB, build
 from tests.chance import LAWS, filtered, surprise
-from tests.conftest import open_or_skip, parameters, parameters_with
+from tests.conftest import FULL, open_or_skip, parameters, parameters_with
 from tests.replay import Replay, check_plan, histogram, proposing
 from tests.test_field_log_limits import resident
 from tests.test_lossless import GOLDEN, embedded, ids_of, load, prompt_of
 
-FULL = os.environ.get("MINIDFLASH_FULL") == "1"
 FILTERS = [{}, {"top_k": 2}, {"top_p": 0.6}, {"min_p": 0.5}, {"top_k": 5, "top_p": 0.9, "min_p": 0.01}]
 LAW_CASES = [{"temperature": t, **law} for t in (0.3, 1.0, 1.7) for law in FILTERS]
 # Of the emulator, which is slow: every filter and every temperature. The kernel tests pair them all.

@@ -13,16 +13,17 @@ import numpy as np
 import pytest
 from minidflash.kernels.emulate import EmulatedDevice, EmulationError
 
-from tests.conftest import open_or_skip
+from tests.conftest import FULL, open_or_skip
 
 SAMPLES = Path(__file__).parent / "samples"
 PLANTED = {
     "neighbour": ((64, 1, [0]), (64, 1, [1])), "lanes": ((32, 1, [0]), (32, 1, [1])),
     "hand_over": ((64, 1, [0, 1]), (64, 1, [1, 1])), "across": ((32, 2, [0]), (32, 2, [1])),
 }  # fmt: skip
-# Some tests of the files whose kernels meet in shared memory.
+# Some tests of the files whose kernels meet in shared memory. 16 rows of every cut: who waits for whom is the cut's, and
+# test_fast_gemm has other numbers of rows.
 CHECKED = {
-    "test_fast_gemm": "emulate and not 4096", "test_fast_bits": "emulate and every_cut",
+    "test_fast_gemm": "emulate and not 4096", "test_fast_bits": "emulate and every_cut" + " and 16-Split" * (not FULL),
     "test_fast_attend": "emulate and (many_pieces and 2040 or slots or later_row)", "test_fast_prefill": "emulate and not long",
     "test_sample": "emulate-f32 and matches_oracle and 17-40-77", "test_plain": "emulate", "test_head": "emulate",
 }  # fmt: skip

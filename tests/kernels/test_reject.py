@@ -7,7 +7,7 @@ from tests.cases import JUNK, Make, run, truth
 from tests.chance import filtered, surprise
 from tests.conftest import parameters
 from tests.fast_rows import fast_run
-from tests.kernels.test_sample import EPS, FILTERS, agree, of_logits
+from tests.kernels.test_sample import EPS, FILTERS, agree, of_logits, on_exact_logits
 
 LAWS = [{}, {"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.2}, {"top_k": 20, "top_p": 0.9, "min_p": 0.01}]
 
@@ -112,6 +112,7 @@ def alike(seed, count=12):
     return p, p * 0.8 + other * 0.4
 
 
+@on_exact_logits
 @pytest.mark.parametrize("law", LAWS, ids=str)
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
 def test_what_comes_out_has_the_targets_law(ops, temperature, law):
@@ -159,6 +160,7 @@ def test_equal_laws_keep_every_draft_and_disjoint_ones_none(ops):
     assert (ids == 4).all(), "what is drawn in a draft's place is never the draft"
 
 
+@on_exact_logits
 def test_one_random_number_says_nothing_about_another(ops):
     """Of one seed, sample and position: the draft, what replaces it, the draw without a draft; and of neighbours."""
     flat, slots = np.zeros(8), 512

@@ -6,12 +6,19 @@ from minidflash.kernels import oracle
 
 from tests.cases import JUNK, Make, Matrix, run, truth
 from tests.chance import filtered, surprise
-from tests.conftest import parameters
+from tests.conftest import FULL, parameters
 from tests.fast_rows import fast_run
 
 EPS = 1e-6
 FILTERS = [{}, {"top_k": 1}, {"top_k": 7}, {"top_p": 0.9}, {"top_p": 1e-4}, {"min_p": 0.2}, {"min_p": 1.0},
            {"top_k": 20, "top_p": 0.8}, {"top_k": 5000, "top_p": 0.999, "min_p": 0.01}]  # fmt: skip
+
+# Draws from given logits: what comes in does not show in the law, so one type of activations is enough on slow backends.
+on_exact_logits = pytest.mark.parametrize(
+    "ops",
+    [p for p in parameters() if FULL or p.values[0] not in (("oracle", "bf16"), ("emulate", "bf16"))],
+    indirect=True,
+)
 
 
 def ask(case, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=5, number=0):
@@ -123,6 +130,7 @@ def test_ties_at_a_filters_edge_go_to_the_smallest_ids(ops):
         assert set(got.tolist()) == allowed, law
 
 
+@on_exact_logits
 @pytest.mark.parametrize("top_k, top_p", [(1, 1.0), (300, 1.0), (0, 0.5), (700, 0.25)])
 def test_many_equal_logits_are_cut_by_id(ops, top_k, top_p):
     got = run(ops, "sample", of_logits(ops, [1.5] * 5000, 40, top_k=top_k, top_p=top_p))
@@ -131,6 +139,7 @@ def test_many_equal_logits_are_cut_by_id(ops, top_k, top_p):
     np.testing.assert_allclose(got["logprob"][:, 0], -np.log(kept), rtol=1e-5, atol=1e-6)
 
 
+@on_exact_logits
 @pytest.mark.parametrize("law", FILTERS, ids=str)
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
 def test_the_law_is_the_filtered_one(ops, temperature, law):
@@ -156,6 +165,7 @@ def test_a_wrong_law_is_seen():
     assert surprise(rng.multinomial(2048, right), filtered(logits, top_k=20)) == np.inf
 
 
+@on_exact_logits
 def test_a_draw_belongs_to_seed_sample_and_position(ops):
     logits = np.zeros(5000)
     first = run(ops, "sample", of_logits(ops, logits, 64))["ids"]
