@@ -52,8 +52,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         cache += ((size_t)set.slot * G + place.g) * S * HEAD;
         load_leaf(cache, to, leaf, low, high, first, last);
     };
-    int old_end = 0;
-    if (set.members && set.leaf_first < set.leaf_end) {  // else there is no plan
+    int old_end = 0;  // keys of the first set's first leaf before that are under way already
+    if (set.leaf_first < set.leaf_end) {
         old_end = set.old_end;
         load(cache_k, K_AT, set.leaf_first, 0, old_end);
         load(cache_v, V_AT, set.leaf_first, 0, old_end);

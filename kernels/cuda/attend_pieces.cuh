@@ -98,7 +98,7 @@ struct Set {
         if (lane < GROUP) to[lane] = row;
         u32 seeing = __ballot_sync(FULL_WARP, row.first < row.last);
         int pieces = __reduce_max_sync(FULL_WARP, row.pieces);
-        if (lane == 0) left = seeing, members = 0, most = pieces;
+        if (lane == 0) left = seeing, members = 0, most = pieces, leaf_first = leaf_end = old_end = 0;
         __syncwarp();
     }
 

@@ -2,7 +2,7 @@
 
 A kernel's source is built unchanged by the host compiler; every CUDA thread is a fiber. Meant to find what is
 wrong with a kernel, so it is strict where a GPU is lenient:
-  shared memory starts as NaN bits, and becomes NaN bits when its block ends;
+  shared memory starts as NaN bits (`garbage`), and becomes NaN bits when its block ends;
   cp.async and bulk copies land only at the wait that makes them visible, their target is NaN bits until then;
   with dependent=True, what the launch before wrote is NaN bits until griddep_wait, and is restored there; of arrays
   named `early` that is what changed, of others the whole;

@@ -26,4 +26,3 @@ inline u32 load_acquire(const u32* counter, EMULATE_SITE) {
     emulate::counter_acquire(counter);
     return *counter;
 }
-

@@ -152,6 +152,12 @@ def test_slots_in_one_pass(ops, rng):
     assert_same_bits(call(ops, some(case, order)), whole[order])
 
 
+def test_what_is_old_for_one_set_is_not_for_the_next(ops, rng):
+    """Seven leaves in four units, then six in six: some blocks have keys of the second set alone, and load them all."""
+    case = make(rng, [1000, 1001, 800], (4, 1, 64), slots=2)
+    check(case, call(ops, case, splits=6))
+
+
 @pytest.mark.parametrize("garbage", [0xFF, 0x3F, 0x80])
 def test_rows_that_see_nothing_count_on_nothing(ops, rng, garbage, monkeypatch):
     """A round behind the end of a text has no active row: a group of it has no plan, whatever lies where plans lie."""
