@@ -49,6 +49,32 @@ __device__ __forceinline__ int early_units(const Task& task) {
     return min(units, rounds * WARPS);
 }
 
+/* Count sums of a lane, each over the 16 lanes of its parity, lane bits 0, 1, 3, 4 in turn. While there are several
+ * a lane gives half of them away and adds up the others: the same additions as butterflies of each, with a quarter of
+ * the shuffles. Returns which one this lane has, whole. */
+template <int Count>
+__device__ __forceinline__ int add_up(float (&sum)[Count]) {
+    static_assert(Count == 1 || Count == 4 || Count == 8);
+    int own = 0, have = Count;
+#pragma unroll
+    for (int step = 1; step < 32; step *= step == 2 ? 4 : 2) {
+        if (have == 1) {
+            sum[0] += __shfl_xor_sync(FULL_WARP, sum[0], step);
+            continue;
+        }
+        have /= 2;
+        const bool keeps_upper = lane_index() & step;
+#pragma unroll
+        for (int i = 0; i < Count / 2; ++i) {
+            if (i >= have) continue;
+            const float given = keeps_upper ? sum[i] : sum[i + have], kept = keeps_upper ? sum[i + have] : sum[i];
+            sum[i] = kept + __shfl_xor_sync(FULL_WARP, given, step);
+        }
+        own += keeps_upper ? have : 0;
+    }
+    return own;
+}
+
 /* One unit by one warp: lane l has 8 k of the rows of parity l / 4 % 2. With a norm, tokens are multiplied by
  * its scale and rounded; unit_squares gets each row's sum of squares before that. */
 template <bool IS_NORMED, bool IS_ALIGNED>
@@ -82,19 +108,21 @@ __device__ __forceinline__ void lay_unit(const Task& task, const bf16* x, const 
         }
         float scale[8];  // asked for after the tokens: it gets the registers of their addresses
         if (IS_NORMED && is_chunk) load_scale<IS_ALIGNED>(norm, k, task.cols, scale);
+        constexpr int TOGETHER = TOKEN_TILES == 4 ? 1 : LOADS;  // at 32 rows registers are short
 #pragma unroll
-        for (int i = 0; i < LOADS; ++i) {
-            float sum = 0.f;
-            if (is_chunk) {
-                if (IS_NORMED) v[i] = scale_piece(v[i], scale, sum);
-                *(uint4*)(to + 128 * (first + i)) = v[i];
+        for (int at = 0; at < LOADS; at += TOGETHER) {
+            float sum[TOGETHER];
+#pragma unroll
+            for (int i = 0; i < TOGETHER; ++i) {
+                sum[i] = 0.f;
+                if (!is_chunk) continue;
+                if (IS_NORMED) v[at + i] = scale_piece(v[at + i], scale, sum[i]);
+                *(uint4*)(to + 128 * (first + at + i)) = v[at + i];
             }
             if (!IS_NORMED) continue;
-            sum += __shfl_xor_sync(FULL_WARP, sum, 1);  // over the 16 lanes of its parity
-            sum += __shfl_xor_sync(FULL_WARP, sum, 2);
-            sum += __shfl_xor_sync(FULL_WARP, sum, 8);
-            sum += __shfl_xor_sync(FULL_WARP, sum, 16);
-            if (lane == 4 * odd) unit_squares[MOST_ROWS * unit + 2 * (first + i) + odd] = sum;
+            const int own = add_up(sum);
+            if (TOGETHER == 1 ? lane == 4 * odd : lane < 2 * TOGETHER)
+                unit_squares[MOST_ROWS * unit + 2 * (first + at + own) + odd] = sum[0];
         }
     }
 }
