@@ -12,8 +12,18 @@ README = HERE.parent / "README.md"
 MARK, END = "<!-- measured: bench/report.py -->", "<!-- end of measured -->"
 
 
+CARDS = {
+    "h200": "nvidia-h200",
+    "h100": "nvidia-h100-80gb-hbm3",
+}  # as files are named: by bench/all.sh, by the driver
+
+
 def load(name):
     return json.loads((HERE / "results" / f"{name}.json").read_text())
+
+
+def has(name):
+    return (HERE / "results" / f"{name}.json").exists()
 
 
 def cpu():
@@ -65,9 +75,9 @@ def at_2048(shape):
     return next(one for one in shape["contexts"] if one["context"] == 2048)
 
 
-def gpu():
-    round_, others = load("round-h100"), load("round-others-h100")
-    embedded, attend = load("embedded-h100"), load("attend-nvidia-h100-80gb-hbm3")
+def gpu(card):
+    round_, others = load(f"round-{card}"), load(f"round-others-{card}")
+    embedded, attend = load(f"embedded-{card}"), load(f"attend-{CARDS[card]}")
     shape = round_["qwen3-8b"]
     prefill = shape["prefill"]
     at = at_2048(shape)
@@ -104,14 +114,11 @@ def gpu():
             f"{floor:.2f} ({floor / ms['round_16']:.0%}) | {others[name]['prefill']['ms']:.0f} |"
         )
     yield ""
-    yield from timeline()
-    yield ""
-    yield from loading()
-    yield ""
-    yield from prompts()
-    yield from peers(at["ms"], prefill)
-    yield ""
-    yield from products()
+    yield from timeline(card)
+    yield from loading(card)
+    yield from prompts(card)
+    yield from peers(card, at["ms"], prefill)
+    yield from products(card)
     yield ""
     yield f"Attention, us a call in a chain as in a layer, the variant in use then (`{attend['command']}`, {attend['commit']}):"
     yield ""
@@ -137,19 +144,22 @@ def gpu():
             f"| {row['kind']} ({row['prompts']}) | {row['plain_tokens_per_s']:.0f} | {row['drafted_tokens_per_s']:.0f} | "
             f"{row['speedup']:.2f} | {row['tau']:.2f} |"
         )
-    same = load("lossless-embedded-h100")
+    same = load(f"lossless-embedded-{card}")
     yield ""
     yield (
         f"Lossless there: {same['runs']} drafted runs of {len(same['prompts'])} prompts, {same['tokens_compared']} tokens, "
         f"{same['differing']} differ from plain decoding ({same['commit']}); {shape['lossless']['tokens']} tokens of the Qwen3-8B "
         f"shape with every accepted length at blocks 4, 8 and 16: {is_same(shape['lossless'])} ({round_['commit']}). At a "
-        "temperature, own drafter and replay: " + ", ".join(said_of(*one) for one in SAMPLED.items()) + "."
+        "temperature, own drafter and replay: "
+        + ", ".join(said_of(f"{name}-{card}", whose) for name, whose in SAMPLED.items())
+        + "."
     )
+    yield from sanitizer(card)
 
 
 SAMPLED = {
-    "lossless-sampled-h100": "of the embedded pair", "lossless-sampled-golden-bf16-h100": "of the golden pairs",
-    "lossless-sampled-golden-f32-h100": "of them in f32",
+    "lossless-sampled": "of the embedded pair", "lossless-sampled-golden-bf16": "of the golden pairs",
+    "lossless-sampled-golden-f32": "of them in f32",
 }  # fmt: skip
 
 
@@ -162,22 +172,25 @@ def said_of(name, whose):
     return f"{found['runs']} runs {whose}, {found['tokens_compared']} tokens, {found['differing']} differ ({found['commit']})"
 
 
-def timeline():
-    found = load("timeline-qwen3-8b-h100")
+def timeline(card):
+    if not has(name := f"timeline-qwen3-8b-{card}"):
+        return
+    found = load(name)
     round_ = found["round_16"]
     yield (
         f"Where a round's {round_['us'] / 1e3:.2f} ms went at Qwen3-8B shape, context 2048 ({found['commit']}, kernels that note the GPU's clock; a picture of a few "
-        "layers is `bench/results/timeline-qwen3-8b-h100.svg`):"
+        f"layers is `bench/results/{name}.svg`):"
     )
     yield ""
     yield "| kernel | launches | us each | ms |"
     yield "|---|---|---|---|"
     for one in round_["kernels"]:
         yield f"| {one['kernel']} | {one['launches']} | {one['median_us']:.1f} | {one['adds_us'] / 1e3:.2f} |"
+    yield ""
 
 
-def products():
-    found = load("kernels-nvidia-h100-80gb-hbm3")
+def products(card):
+    found = load(f"kernels-{CARDS[card]}")
     yield (
         f"Products at few rows, us (`bench/kernels.py`, {found['commit']}, copy {found['copy_gb_s'] / 1e3:.2f} TB/s): bare, and with "
         "what is fused into them; cuBLAS has the product alone:"
@@ -198,22 +211,25 @@ def products():
         )
 
 
-def loading():
-    found = load("load-h100")
+def loading(card):
+    if not has(name := f"load-{card}"):
+        return
+    found = load(name)
     best = max(found["loads"], key=lambda one: one["gb_per_s"])
     seconds = found["gb"] / best["gb_per_s"]
     yield (
         f"Loading {found['gb']:.1f} GB of safetensors from the page cache to packed device memory takes {seconds:.2f} s: "
         f"{best['gb_per_s']:.1f} GB/s, {best['of_pinned']:.0%} of the {found['pinned_gb_per_s']:.1f} GB/s from pinned memory in the "
-        f"same run (`bench/results/load-h100.json`: `{found['command']}`, {found['commit']}: {best['threads']} threads, {best['piece_mb']} MB a piece)."
+        f"same run (`bench/results/{name}.json`: `{found['command']}`, {found['commit']}: {best['threads']} threads, {best['piece_mb']} MB a piece)."
     )
+    yield ""
 
 
-def prompts():
-    """The products of a prompt, once bench/prefill_gemm.py has run."""
-    if not (HERE / "results" / "prefill-gemm-h100.json").exists():
+def prompts(card):
+    """The products of a prompt."""
+    if not has(name := f"prefill-gemm-{card}"):
         return
-    found = load("prefill-gemm-h100")
+    found = load(name)
     rows = max(one["rows"] for one in found["results"])
     said = [
         f"{one['outputs']} x {one['cols']} {one['us']:.0f} us ({one['tflop_s']:.0f} TFLOP/s, {one['cublas_us'] / one['us']:.2f} of cuBLAS)"
@@ -224,8 +240,10 @@ def prompts():
     yield ""
 
 
-def peers(ms, prefill):
-    found = load("peer-h100")
+def peers(card, ms, prefill):
+    if not has(name := f"peer-{card}"):
+        return
+    found = load(name)
     versions = found["versions"]
     step, token = found["dflash_step_ms"]["median"], found["transformers_token_ms"]["median"]
     yield (
@@ -235,12 +253,11 @@ def peers(ms, prefill):
         f"{found['dflash_prefill_ms']['median']:.0f} ms, ours {prefill['ms']:.0f} ms (torch {versions['torch']}, transformers "
         f"{versions['transformers']})."
     )
+    yield ""
 
 
-def sanitizer():
-    found = load("sanitizer-h100")
-    if "checks" not in found:
-        return
+def sanitizer(card):
+    found = load(f"sanitizer-{card}")
     said = []
     for name, one in found["checks"].items():
         dirty = [part for part, how in one["parts"].items() if not how["is_clean"]]
@@ -252,7 +269,7 @@ def sanitizer():
         f"compute-sanitizer ({found['compute_sanitizer'].strip()}) over the kernel tests' small shapes (`{found['command']}`, "
         f"{found['commit']}): {'; '.join(said)}. Each check found the mistake planted for it."
         if all(one["parts"]["planted"]["is_clean"] for one in found["checks"].values())
-        else "compute-sanitizer did not find a mistake planted for it: see bench/results/sanitizer-h100.json."
+        else f"compute-sanitizer did not find a mistake planted for it: see bench/results/sanitizer-{card}.json."
     )
 
 
@@ -262,7 +279,7 @@ CONTEXTS = (128, 512, 2048, 8192, 32768)
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="put the tables into README.md")
-    text = "\n".join([*cpu(), "", *gpu(), *sanitizer()])
+    text = "\n".join([*cpu(), *(line for card in CARDS for line in ("", *gpu(card)))])
     if not parser.parse_args().write:
         print(text)
         return

@@ -18,7 +18,8 @@ from . import diskcache, source
 
 ARCHES = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
 
-_OPTIONS = ["-std=c++17", "-lineinfo", "--ptxas-options=-v"]  # -v: the log then holds registers and spills
+# -v: the log then holds registers and spills. NVRTC's own cache (where there is a driver) keeps no log; ours does.
+_OPTIONS = ["-std=c++17", "-lineinfo", "--ptxas-options=-v", "--no-cache"]
 _ON_CPU = "use --backend numba"
 _STREAMS, _STREAMS_LOCK = {}, Lock()
 MOST_CONFIGS = 256  # kept of a kernel: a prompt's grids vary with its length

@@ -49,9 +49,9 @@ __device__ __forceinline__ int early_units(const Task& task) {
     return min(units, rounds * WARPS);
 }
 
-/* Count sums of a lane, each over the 16 lanes of its parity, lane bits 0, 1, 3, 4 in turn. While there are several
- * a lane gives half of them away and adds up the others: the same additions as butterflies of each, with a quarter of
- * the shuffles. Returns which one this lane has, whole. */
+/* Count sums of a lane, each over the 16 lanes of its parity, lane bits 0, 1, 3, 4 in turn. While there are
+ * several a lane gives half of them away and adds up the others: the same additions as butterflies of each,
+ * with a quarter of the shuffles. Returns which one this lane has, whole. */
 template <int Count>
 __device__ __forceinline__ int add_up(float (&sum)[Count]) {
     static_assert(Count == 1 || Count == 4 || Count == 8);
@@ -67,7 +67,8 @@ __device__ __forceinline__ int add_up(float (&sum)[Count]) {
 #pragma unroll
         for (int i = 0; i < Count / 2; ++i) {
             if (i >= have) continue;
-            const float given = keeps_upper ? sum[i] : sum[i + have], kept = keeps_upper ? sum[i + have] : sum[i];
+            const float given = keeps_upper ? sum[i] : sum[i + have],
+                        kept = keeps_upper ? sum[i + have] : sum[i];
             sum[i] = kept + __shfl_xor_sync(FULL_WARP, given, step);
         }
         own += keeps_upper ? have : 0;
