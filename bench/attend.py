@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import record
-from minidflash.kernels import launch, source
+from minidflash.kernels import compiler, source
 from minidflash.kernels.gpu import COUNTERS, attend_fast
 
 from minidflash.errors import UserError
@@ -176,7 +176,7 @@ class Case:
 
 
 def compile_one(file, arch, defines):
-    launch.compile_cubin(source.find(file), arch, defines)
+    compiler.compile_cubin(source.find(file), arch, defines)
 
 
 def compile_all(arch, sms, layouts, rows_list):

@@ -4,7 +4,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from minidflash.kernels import launch
+from minidflash.kernels import compiler
 from minidflash.kernels.gpu import fast, split
 
 KINDS = (1, 16), (1, 15), (1, 12), (1, 8), (1, 7), (2, 8), (2, 7), (2, 4), (3, 5), (4, 4)  # blocks, warps
@@ -98,7 +98,7 @@ def compile_all(arch, kernels):
     """Into the cache, on all cores: a kernel takes a second of one. kernels: set of (file, defines)."""
 
     def compile_one(kernel):
-        launch.compile_cubin(kernel[0], arch, {key: str(value) for key, value in kernel[1]})
+        compiler.compile_cubin(kernel[0], arch, {key: str(value) for key, value in kernel[1]})
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(compile_one, kernels))

@@ -26,7 +26,7 @@ import minidflash as md
 from minidflash.loop import one_round
 from minidflash.request import Request, release, reserve
 
-STAMPS, PHASES = 1 << 12, 16  # launches of one module, and what sm90.cuh notes of each
+STAMPS = 1 << 12  # launches of one module; sm90.cuh notes some phases of each
 
 
 def with_stamps():
@@ -41,13 +41,13 @@ def read(device, clear=False):
     """[(file, begin, release, {phase: time})] of each launch in nanoseconds, by release. clear: forget them."""
     found = []
     for (file, _), module in device._modules.items():
-        code, at, _ = device.driver.cuModuleGetGlobal(module, b"stamps")
+        code, at, size = device.driver.cuModuleGetGlobal(module, b"stamps")
         if code != 0:
             continue  # a kernel that waits for nobody
         count_at = device.do(device.driver.cuModuleGetGlobal(module, b"stamp_count"))
         count = ctypes.c_uint32()
         device.do(device.driver.cuMemcpyDtoH(ctypes.addressof(count), count_at, 4))
-        stamps = np.zeros((min(count.value, STAMPS), PHASES), np.uint64)
+        stamps = np.zeros((min(count.value, STAMPS), size // STAMPS // 8), np.uint64)
         if len(stamps):
             device.do(device.driver.cuMemcpyDtoH(stamps.ctypes.data, at, stamps.nbytes))
         for begin, released, *rest in stamps.tolist():

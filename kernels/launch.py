@@ -1,61 +1,19 @@
-""".cu -> cubin (NVRTC, by card, cached on disk) -> launch. Nothing of CUDA is imported before it is needed.
+"""A kernel of a .cu, compiled (compiler.py), loaded and launched. Nothing of CUDA is imported before it is needed.
 
-Compiling needs NVRTC alone, so every kernel can be compiled for every card without a GPU; CudaDevice needs
-the driver. CudaDevice and emulate.EmulatedDevice have one interface: a backend is written once over either.
+CudaDevice and emulate.EmulatedDevice have one interface: a backend is written once over either.
 """
 
 import ctypes
-import importlib.util
 import math
-import re
-from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from threading import Lock
 
 from ..errors import UserError
-from . import diskcache, source
+from . import source
+from .compiler import ON_CPU, choose_arch, compile_cubin, missing, open_nvrtc
 
-ARCHES = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
-
-# -v: the log then holds registers and spills. NVRTC's own cache (where there is a driver) keeps no log; ours does.
-_OPTIONS = ["-std=c++17", "-lineinfo", "--ptxas-options=-v", "--no-cache"]
-_ON_CPU = "use --backend numba"
 _STREAMS, _STREAMS_LOCK = {}, Lock()
 MOST_CONFIGS = 256  # kept of a kernel: a prompt's grids vary with its length
-
-
-def choose_arch(major, minor):
-    """The NVRTC target of a compute capability. Errors: UserError, code 3, for cards without a variant."""
-    arch = ARCHES.get((major, minor))
-    if arch is None:
-        known = ", ".join(f"{a}.{b}" for a, b in ARCHES)
-        raise UserError(
-            f"this GPU has compute capability {major}.{minor}; the CUDA kernels are written for {known}",
-            hint=_ON_CPU,
-            code=3,
-        )
-    return arch
-
-
-def _missing(what, package):
-    return UserError(f"{what}", hint=f"pip install '{package}', or {_ON_CPU}", code=3)
-
-
-@cache
-def _nvrtc():
-    """(the bindings, version) of a usable NVRTC."""
-    try:
-        from cuda.bindings import nvrtc
-    except ImportError as error:
-        raise _missing("the Python bindings of CUDA are not installed", "cuda-bindings>=13,<14") from error
-    try:
-        result, major, minor = nvrtc.nvrtcVersion()
-    except (RuntimeError, OSError) as error:  # the library is searched for at the first call
-        raise _missing("CUDA's compiler NVRTC is not installed", "nvidia-cuda-nvrtc==13.0.*") from error
-    if result != 0 or (major, minor) < (13, 0):
-        raise _missing(f"NVRTC {major}.{minor} is too old, 13.0 is needed", "nvidia-cuda-nvrtc==13.0.*")
-    return nvrtc, (major, minor)
 
 
 @cache
@@ -64,115 +22,27 @@ def _driver():
     try:
         from cuda.bindings import driver
     except ImportError as error:
-        raise _missing("the Python bindings of CUDA are not installed", "cuda-bindings>=13,<14") from error
+        raise missing("the Python bindings of CUDA are not installed", "cuda-bindings>=13,<14") from error
     try:
         (result,) = driver.cuInit(0)
     except (RuntimeError, OSError) as error:
-        raise UserError("no NVIDIA driver (libcuda.so.1) on this machine", hint=_ON_CPU, code=3) from error
+        raise UserError("no NVIDIA driver (libcuda.so.1) on this machine", hint=ON_CPU, code=3) from error
     if result != 0:
-        raise UserError(f"the NVIDIA driver finds no usable GPU ({result.name})", hint=_ON_CPU, code=3)
+        raise UserError(f"the NVIDIA driver finds no usable GPU ({result.name})", hint=ON_CPU, code=3)
     _, version = driver.cuDriverGetVersion()
     have = f"{version // 1000}.{version % 1000 // 10}"
     if version < 13000:
         raise UserError(
             f"the NVIDIA driver supports CUDA {have}, 13.0 is needed",
-            hint=f"install driver 580 or newer, or {_ON_CPU}",
+            hint=f"install driver 580 or newer, or {ON_CPU}",
             code=3,
         )
-    _, (major, minor) = _nvrtc()
+    _, (major, minor) = open_nvrtc()
     if (major, minor) > (version // 1000, version % 1000 // 10):
-        raise _missing(
+        raise missing(
             f"NVRTC {major}.{minor} is newer than the driver's CUDA {have}", f"nvidia-cuda-nvrtc=={have}.*"
         )
     return driver
-
-
-def _header_folder(version):
-    """The runtime wheel's headers, of NVRTC's version: with others come type errors from inside them."""
-    package = f"nvidia-cuda-runtime=={version[0]}.{version[1]}.*"
-    spec = importlib.util.find_spec("nvidia")
-    for root in (spec and spec.submodule_search_locations) or ():
-        header = Path(root) / f"cu{version[0]}" / "include" / "cuda_runtime_api.h"
-        if header.is_file():
-            found = int(re.search(r"#define CUDART_VERSION\s+(\d+)", header.read_text(errors="replace"))[1])
-            if (found // 1000, found % 1000 // 10) != version:
-                have = f"{found // 1000}.{found % 1000 // 10}"
-                raise _missing(f"CUDA headers {have} beside NVRTC {version[0]}.{version[1]}", package)
-            return str(header.parent)
-    raise _missing("CUDA's headers are not installed", package)
-
-
-@dataclass(frozen=True)
-class Resources:
-    """What ptxas says of one kernel: registers a thread; stack and spilled bytes, all 0 in a good kernel."""
-
-    registers: int
-    stack: int
-    spill_stores: int
-    spill_loads: int
-
-
-def resources(log):
-    """{kernel name: Resources} from the log of a compilation."""
-    found = {}
-    pattern = (
-        r"Function properties for (\w+)\s*\n\D*(\d+) bytes stack frame, (\d+) bytes spill stores, "
-        r"(\d+) bytes spill loads\s*\n[^\n]*Used (\d+) registers"
-    )
-    for name, stack, stores, loads, registers in re.findall(pattern, log):
-        found[name] = Resources(int(registers), int(stack), int(stores), int(loads))
-    return found
-
-
-def compile_cubin(file, arch, defines=None):
-    """Compile a .cu for one card, or take it from the cache.
-
-    file: a name in kernels/cuda or a path. arch: "sm_90a", ... defines: {macro: value}, for -D.
-    Returns (cubin bytes, log text). Errors: UserError for what is not installed; RuntimeError with NVRTC's
-    words for what does not compile.
-    """
-    path = source.find(file)
-    texts = source.texts(path)
-    nvrtc, version = _nvrtc()
-    options = [f"-arch={arch}", *_OPTIONS]
-    options += [f"-D{key}={value}" for key, value in sorted((defines or {}).items())]
-    key = diskcache.digest(version, *options, *texts.values())  # what the folders below hold is in the texts
-    options += [f"-I{path.parent}", f"-I{source.CUDA_FOLDER}"]
-    if any(re.search(r"^\s*#\s*include\s*<", text, re.MULTILINE) for text in texts.values()):
-        options.append(f"-I{_header_folder(version)}")
-    folder = diskcache.folder("cubin")
-    if folder:
-        stored, log = folder / f"{path.stem}-{key}.cubin", folder / f"{path.stem}-{key}.log"
-        if stored.exists() and log.exists():
-            return stored.read_bytes(), log.read_text(encoding="utf-8")
-    cubin, text = _compile(nvrtc, path, texts[path], options)
-    if folder:
-        diskcache.store(log, text.encode())  # the cubin last: it is what says that both are there
-        diskcache.store(stored, cubin)
-    return cubin, text
-
-
-def _compile(nvrtc, path, text, options):
-    def checked(result, *values):
-        if result != 0:
-            raise RuntimeError(f"NVRTC: {result.name} for {path.name}")
-        return values[0] if values else None
-
-    program = checked(*nvrtc.nvrtcCreateProgram(text.encode(), path.name.encode(), 0, [], []))
-    try:
-        (result,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
-        buffer = bytearray(checked(*nvrtc.nvrtcGetProgramLogSize(program)))
-        checked(*nvrtc.nvrtcGetProgramLog(program, buffer))
-        log = buffer.rstrip(b"\0 \n").decode(errors="replace")
-        if result == nvrtc.nvrtcResult.NVRTC_ERROR_BUILTIN_OPERATION_FAILURE:
-            raise _missing("NVRTC does not find its builtins library", "nvidia-cuda-nvrtc==13.0.*")
-        if result != 0:
-            raise RuntimeError(f"NVRTC could not compile {path.name} ({result.name}):\n{log[-4000:]}")
-        cubin = bytearray(checked(*nvrtc.nvrtcGetCUBINSize(program)))
-        checked(*nvrtc.nvrtcGetCUBIN(program, cubin))
-        return bytes(cubin), log
-    finally:
-        nvrtc.nvrtcDestroyProgram(program)
 
 
 class CudaFunction:

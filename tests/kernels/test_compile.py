@@ -12,7 +12,7 @@ from importlib import resources, util
 from pathlib import Path
 
 import pytest
-from minidflash.kernels import diskcache, launch, source
+from minidflash.kernels import compiler, diskcache, launch, source
 
 from minidflash.errors import UserError
 from tests.disassembly import assert_instructions, disassemble, disassemble_all
@@ -29,7 +29,7 @@ def arches_of(path):
         return ["sm_90a"]
     if path.stem.endswith("_sm100"):
         return ["sm_100a", "sm_103a"]
-    return list(launch.ARCHES.values())
+    return list(compiler.ARCHES.values())
 
 
 def pairs():
@@ -40,8 +40,8 @@ def pairs():
 @needs_nvrtc
 @pytest.mark.parametrize("path, arch", pairs())
 def test_every_kernel_compiles_and_stays_in_registers(path, arch):
-    _, log = launch.compile_cubin(path, arch)
-    found = launch.resources(log)
+    _, log = compiler.compile_cubin(path, arch)
+    found = compiler.resources(log)
     assert set(found) >= set(source.kernel_names(path.read_text())), log
     for name, used in found.items():
         planted = path.parent == SAMPLES and name == "overflows_stack"
@@ -49,11 +49,11 @@ def test_every_kernel_compiles_and_stays_in_registers(path, arch):
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("arch", launch.ARCHES.values())
+@pytest.mark.parametrize("arch", compiler.ARCHES.values())
 def test_no_kernel_has_local_memory(arch, tmp_path):
     """The machine code of all of the above: they come from the cache."""
     paths = [p.values[0] for p in pairs() if p.values[1] == arch]
-    cubins = [launch.compile_cubin(path, arch)[0] for path in paths]
+    cubins = [compiler.compile_cubin(path, arch)[0] for path in paths]
     for path, kernels in zip(paths, disassemble_all(cubins, tmp_path), strict=True):
         assert kernels.keys() >= set(source.kernel_names(path.read_text())), path.name
         for name, instructions in kernels.items():
@@ -62,10 +62,10 @@ def test_no_kernel_has_local_memory(arch, tmp_path):
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("arch", launch.ARCHES.values())
+@pytest.mark.parametrize("arch", compiler.ARCHES.values())
 def test_wrappers_become_their_instructions(arch, tmp_path):
     files = "tiles.cu", "grid.cu", "rmsnorm.cu"
-    cubins = [launch.compile_cubin(SAMPLES / file, arch)[0] for file in files]
+    cubins = [compiler.compile_cubin(SAMPLES / file, arch)[0] for file in files]
     tiles, grid, plain = disassemble_all(cubins, tmp_path)
     assert_instructions(tiles["gemm_direct"], ["HMMA.16816.F32.BF16", "LDG.E 128 NA LTC256B CONSTANT"])
     assert_instructions(tiles["gemm_cp_async"], ["HMMA", "LDGSTS", "LDGDEPBAR", "DEPBAR", "LDS 128"])
@@ -81,7 +81,7 @@ def test_wrappers_become_their_instructions(arch, tmp_path):
 @needs_nvrtc
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
 def test_sm100_wrappers_become_their_instructions(arch, tmp_path):
-    wide = disassemble(launch.compile_cubin(SAMPLES / "wide_sm100.cu", arch)[0], tmp_path)
+    wide = disassemble(compiler.compile_cubin(SAMPLES / "wide_sm100.cu", arch)[0], tmp_path)
     assert_instructions(wide["unpack_fp4"], ["LDG.E 256", "F2FP.F16.E2M1.UNPACK_B"])
 
 
@@ -89,15 +89,15 @@ def test_sm100_wrappers_become_their_instructions(arch, tmp_path):
 @pytest.mark.parametrize("columns", [64, 128, 256])
 def test_wgmma_becomes_its_instruction(columns, tmp_path):
     defines = {"COLUMNS": columns}
-    cubin, _ = launch.compile_cubin(SAMPLES / "warpgroup_sm90.cu", "sm_90a", defines)
+    cubin, _ = compiler.compile_cubin(SAMPLES / "warpgroup_sm90.cu", "sm_90a", defines)
     wanted = [f"HGMMA.64x{columns}x16.F32.BF16", "WARPGROUP.ARRIVE", "WARPGROUP.DEPBAR"]
     assert_instructions(disassemble(cubin, tmp_path)["product"], wanted)
 
 
 @needs_nvrtc
 def test_a_spill_is_found(tmp_path):
-    cubin, log = launch.compile_cubin(SAMPLES / "mistakes.cu", "sm_90a")
-    assert launch.resources(log)["overflows_stack"].stack > 100_000
+    cubin, log = compiler.compile_cubin(SAMPLES / "mistakes.cu", "sm_90a")
+    assert compiler.resources(log)["overflows_stack"].stack > 100_000
     with pytest.raises(AssertionError, match="unwanted"):
         assert_instructions(disassemble(cubin, tmp_path)["overflows_stack"], [])
 
@@ -107,16 +107,16 @@ def test_the_cache_is_used_and_is_optional(tmp_path, monkeypatch):
     monkeypatch.setenv("MINIDFLASH_CACHE", str(tmp_path))
     file = tmp_path / "own.cu"
     file.write_text('#include "common.cuh"\nextern "C" __global__ void own(float* y) { y[0] = FACTOR; }\n')
-    first = launch.compile_cubin(file, "sm_90a", {"FACTOR": 2})
-    monkeypatch.setattr(launch, "_compile", lambda *_: pytest.fail("compiled again"))
-    assert launch.compile_cubin(file, "sm_90a", {"FACTOR": 2}) == first
+    first = compiler.compile_cubin(file, "sm_90a", {"FACTOR": 2})
+    monkeypatch.setattr(compiler, "_compile", lambda *_: pytest.fail("compiled again"))
+    assert compiler.compile_cubin(file, "sm_90a", {"FACTOR": 2}) == first
     for arch, factor in (("sm_100a", 2), ("sm_90a", 3)):
         with pytest.raises(pytest.fail.Exception, match="compiled again"):
-            launch.compile_cubin(file, arch, {"FACTOR": factor})
+            compiler.compile_cubin(file, arch, {"FACTOR": factor})
     monkeypatch.undo()
     monkeypatch.setenv("MINIDFLASH_CACHE", str(file / "not a folder"))
     assert diskcache.folder("cubin") is None
-    assert launch.compile_cubin(file, "sm_90a", {"FACTOR": 2})[0] == first[0]
+    assert compiler.compile_cubin(file, "sm_90a", {"FACTOR": 2})[0] == first[0]
 
 
 @needs_nvrtc
@@ -124,18 +124,18 @@ def test_what_does_not_compile_is_quoted(tmp_path):
     file = tmp_path / "broken.cu"
     file.write_text('extern "C" __global__ void broken(float* y) { y[0] = undeclared; }\n')
     with pytest.raises(RuntimeError, match=r"could not compile broken.cu(.|\n)*undeclared"):
-        launch.compile_cubin(file, "sm_90a")
+        compiler.compile_cubin(file, "sm_90a")
 
 
 @pytest.mark.parametrize("capability", [(8, 9), (12, 0), (7, 5), (10, 1)])
 def test_other_cards_are_refused_with_a_way_out(capability):
     with pytest.raises(UserError, match="compute capability.*written for 9.0, 10.0, 10.3") as caught:
-        launch.choose_arch(*capability)
+        compiler.choose_arch(*capability)
     assert caught.value.code == 3 and "numba" in caught.value.hint
 
 
 def test_known_cards():
-    assert [launch.choose_arch(*c) for c in ((9, 0), (10, 0), (10, 3))] == ["sm_90a", "sm_100a", "sm_103a"]
+    assert [compiler.choose_arch(*c) for c in ((9, 0), (10, 0), (10, 3))] == ["sm_90a", "sm_100a", "sm_103a"]
 
 
 def in_new_python(code, **environment):
@@ -153,8 +153,8 @@ def in_new_python(code, **environment):
 
 
 MESSAGE = (
-    "from minidflash.kernels import launch\nfrom minidflash.errors import UserError\n"
-    "try:\n    launch.{call}\nexcept UserError as error:\n    print(error.code, error, '|', error.hint)\n"
+    "from minidflash.kernels import compiler, launch\nfrom minidflash.errors import UserError\n"
+    "try:\n    {call}\nexcept UserError as error:\n    print(error.code, error, '|', error.hint)\n"
 )
 
 
@@ -166,7 +166,7 @@ def test_import_loads_nothing_of_cuda():
 def test_missing_bindings_name_the_package(tmp_path):
     (tmp_path / "cuda").mkdir()
     (tmp_path / "cuda" / "__init__.py").write_text("raise ImportError('hidden by the test')\n")
-    code = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n" + MESSAGE.format(call="CudaDevice()")
+    code = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n" + MESSAGE.format(call="launch.CudaDevice()")
     text = in_new_python(code)
     assert text.startswith("3 ") and "pip install 'cuda-bindings>=13,<14'" in text and "\n" not in text
 
@@ -176,8 +176,7 @@ def test_missing_nvrtc_names_the_package():
     code = (
         "from cuda.bindings import nvrtc\n"
         "def gone(): raise RuntimeError('not found')\n"
-        "nvrtc.nvrtcVersion = gone\n"
-        + MESSAGE.format(call="compile_cubin('x', 'sm_90a') if 0 else launch._nvrtc()")
+        "nvrtc.nvrtcVersion = gone\n" + MESSAGE.format(call="compiler.open_nvrtc()")
     )
     text = in_new_python(code)
     assert text.startswith("3 CUDA's compiler NVRTC is not installed") and "nvidia-cuda-nvrtc==13.0.*" in text
@@ -188,19 +187,19 @@ def test_headers_of_another_version_name_the_package(tmp_path, monkeypatch):
     include = tmp_path / "cu13" / "include"
     include.mkdir(parents=True)
     spec = type("Spec", (), {"submodule_search_locations": [str(tmp_path)]})
-    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.setattr(compiler.importlib.util, "find_spec", lambda name: spec)
     with pytest.raises(UserError, match="headers are not installed") as caught:
-        launch._header_folder((13, 0))
+        compiler._header_folder((13, 0))
     assert "nvidia-cuda-runtime==13.0.*" in caught.value.hint
     (include / "cuda_runtime_api.h").write_text("#define CUDART_VERSION  12080\n")
     with pytest.raises(UserError, match="CUDA headers 12.8 beside NVRTC 13.0"):
-        launch._header_folder((13, 0))
+        compiler._header_folder((13, 0))
 
 
 @needs_nvrtc
 @pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="this machine has an NVIDIA driver")
 def test_without_a_driver_one_line_says_so():
-    text = in_new_python(MESSAGE.format(call="CudaDevice()"))
+    text = in_new_python(MESSAGE.format(call="launch.CudaDevice()"))
     assert text == "3 no NVIDIA driver (libcuda.so.1) on this machine | use --backend numba"
 
 

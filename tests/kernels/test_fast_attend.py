@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from minidflash.kernels import launch, source
+from minidflash.kernels import compiler, source
 from minidflash.kernels.gpu import COUNTERS, attend_fast, split
 
 from tests import cases
@@ -269,14 +269,14 @@ def test_old_keys_are_asked_for_before_the_wait(ops, rng, monkeypatch):
 
 @needs_nvrtc
 @pytest.mark.parametrize(
-    "arch, wgmma", [(arch, False) for arch in launch.ARCHES.values()] + [("sm_90a", True)]
+    "arch, wgmma", [(arch, False) for arch in compiler.ARCHES.values()] + [("sm_90a", True)]
 )
 @pytest.mark.parametrize("size", [64, 128])
 def test_compiles_without_spills_and_two_blocks_fit(ops, arch, wgmma, size, tmp_path):
     """What the compiler adds for alignment counts: 256 bytes once halved the blocks of 16 rows."""
     shape = attend_fast.Shape(16, 32, 8, size, 1, 132, wgmma=wgmma)
-    cubin, log = launch.compile_cubin(source.find("attend_fast.cu"), arch, shape.defines)
-    used = launch.resources(log)["attend_fast"]
+    cubin, log = compiler.compile_cubin(source.find("attend_fast.cu"), arch, shape.defines)
+    used = compiler.resources(log)["attend_fast"]
     assert (used.stack, used.spill_stores, used.spill_loads) == (0, 0, 0), f"{shape.defines}: {used}"
     assert "Potential Performance Loss" not in log, log  # ptxas made wgmma wait for each other
     static = sum(map(int, re.findall(r"(\d+) bytes smem", log)))  # not named where there is none

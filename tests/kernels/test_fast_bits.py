@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from minidflash.kernels import launch
+from minidflash.kernels import compiler
 from minidflash.kernels.gpu import fast, split
 from minidflash.kernels.ops import Ops
 from minidflash.kernels.table import ROWS as TABLE_ROWS
@@ -166,7 +166,7 @@ COMPILED = split.Split(4, 2, 8), split.Split(2, 1, 16, 1, 4, 4, True)
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("arch", launch.ARCHES.values())
+@pytest.mark.parametrize("arch", compiler.ARCHES.values())
 @pytest.mark.parametrize(
     "name", [name for name in PRODUCTS if name not in ("sample", "propose")]
 )  # they use head_logits_fast
@@ -174,8 +174,8 @@ def test_kernels_keep_to_registers_and_stream(name, arch, tmp_path):
     file, cubins = "head_fast.cu" if name == "head_logits" else f"{name}_fast.cu", []
     for cut, token_tiles in itertools.product(COMPILED, split.TOKEN_TILES):
         defines = {key: str(value) for key, value in fast.defines_of(cut, token_tiles).items()}
-        cubin, log = launch.compile_cubin(file, arch, defines)
-        used = launch.resources(log)[f"{name}_fast"]
+        cubin, log = compiler.compile_cubin(file, arch, defines)
+        used = compiler.resources(log)[f"{name}_fast"]
         assert (used.stack, used.spill_stores, used.spill_loads) == (0, 0, 0), defines
         assert used.registers <= 96, f"two blocks of 10 warps fit a multiprocessor: {defines}"
         cubins.append(cubin)
@@ -256,7 +256,7 @@ def test_measured_cuts_keep_to_registers(name):
             if not cut.fits(cols, token_tiles):
                 continue
             defines = {key: str(value) for key, value in fast.defines_of(cut, token_tiles).items()}
-            _, log = launch.compile_cubin(f"{name}_fast.cu", "sm_90a", defines)
-            used = launch.resources(log)[f"{name}_fast"]
+            _, log = compiler.compile_cubin(f"{name}_fast.cu", "sm_90a", defines)
+            used = compiler.resources(log)[f"{name}_fast"]
             spilled = used.stack, used.spill_stores, used.spill_loads
             assert spilled == (0, 0, 0), f"{outputs} x {cols}, {token_tiles} token tiles: {used}"

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from minidflash.kernels import launch, source
+from minidflash.kernels import compiler, source
 from minidflash.kernels.gpu import prefill
 from minidflash.kernels.ops import Ops
 
@@ -186,7 +186,7 @@ WANTED = {
 
 @needs_nvrtc
 @pytest.mark.parametrize(
-    "frame, arch", [("mma", arch) for arch in launch.ARCHES.values()] + [("wgmma", "sm_90a")]
+    "frame, arch", [("mma", arch) for arch in compiler.ARCHES.values()] + [("wgmma", "sm_90a")]
 )
 @pytest.mark.parametrize("file", FILES)
 def test_compiles_without_spills(frame, arch, file, tmp_path):
@@ -194,9 +194,9 @@ def test_compiles_without_spills(frame, arch, file, tmp_path):
     cubins = []
     for tile in prefill.TILES[frame]:
         defines = prefill.defines_of(frame, tile)
-        cubin, log = launch.compile_cubin(source.find(f"{file}.cu"), arch, defines)
+        cubin, log = compiler.compile_cubin(source.find(f"{file}.cu"), arch, defines)
         cubins.append(cubin)
-        for name, used in launch.resources(log).items():
+        for name, used in compiler.resources(log).items():
             assert (used.stack, used.spill_stores, used.spill_loads) == (0, 0, 0), f"{name} {defines}: {used}"
         assert "Potential Performance Loss" not in log, log  # ptxas made wgmma wait for each other
     for kernels in disassemble_all(cubins, tmp_path):
@@ -207,4 +207,4 @@ def test_compiles_without_spills(frame, arch, file, tmp_path):
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
 def test_wgmma_is_refused_where_there_is_none(arch):
     with pytest.raises(RuntimeError, match="wgmma is sm_90a's alone"):
-        launch.compile_cubin(source.find("gate_up_prefill.cu"), arch, {"WGMMA": 1})
+        compiler.compile_cubin(source.find("gate_up_prefill.cu"), arch, {"WGMMA": 1})

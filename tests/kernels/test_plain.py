@@ -1,7 +1,7 @@
 """The plain kernels read a weight in fragment order too: where a fast variant declines, or a row has none."""
 
 import pytest
-from minidflash.kernels import launch
+from minidflash.kernels import compiler
 from minidflash.kernels.gpu import fast, plain
 from minidflash.kernels.ops import Ops
 from minidflash.kernels.table import ROWS
@@ -59,6 +59,6 @@ FILES = ["embed", "norm", "linear", "linear_add", "gate_up", "qkv", "inject", "a
     "defines", [KINDS, {"PACKED": 1}, {"PACKED": 2}, KINDS | {"WEIGHT": "bf16"}], ids=str
 )
 def test_every_type_compiles_and_stays_in_registers(file, defines):
-    _, log = launch.compile_cubin(f"{file}.cu", "sm_90a", defines)
-    for name, used in launch.resources(log).items():
+    _, log = compiler.compile_cubin(f"{file}.cu", "sm_90a", defines)
+    for name, used in compiler.resources(log).items():
         assert (used.stack, used.spill_stores, used.spill_loads) == (0, 0, 0), f"{name}: {used}"
