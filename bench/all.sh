@@ -40,7 +40,7 @@ for stage in "$@"; do
     rounds) within 240 round --shapes qwen3-8b --lossless 2000 --name "round-$card" ;;
     others) within 120 round --shapes smollm2-135m qwen3-4b llama-3.1-8b --contexts 512 2048 --name "round-others-$card" ;;
     embedded) within 100 embedded --name "embedded-$card" ;;
-    timeline) within 100 timeline --shapes qwen3-8b smollm2-135m ;;
+    timeline) within 100 timeline --shapes qwen3-8b smollm2-135m --card "$card" ;;
     kernels) within 250 kernels && within 100 attend --rows 1,16 --replays 4 --seconds 60 ;;
     prompts) within 100 prefill_gemm --rows 512,2048 --frames wgmma --seconds 70 --name "prefill-gemm-$card" ;;
     *) echo "no stage $stage" >&2; false ;;

@@ -12,18 +12,12 @@ README = HERE.parent / "README.md"
 MARK, END = "<!-- measured: bench/report.py -->", "<!-- end of measured -->"
 
 
-CARDS = {
-    "h200": "nvidia-h200",
-    "h100": "nvidia-h100-80gb-hbm3",
-}  # as files are named: by bench/all.sh, by the driver
+# As files are named: by bench/all.sh, by the driver.
+CARDS = {"h200": "nvidia-h200", "h100": "nvidia-h100-80gb-hbm3"}
 
 
 def load(name):
     return json.loads((HERE / "results" / f"{name}.json").read_text())
-
-
-def has(name):
-    return (HERE / "results" / f"{name}.json").exists()
 
 
 def cpu():
@@ -114,10 +108,15 @@ def gpu(card):
             f"{floor:.2f} ({floor / ms['round_16']:.0%}) | {others[name]['prefill']['ms']:.0f} |"
         )
     yield ""
-    yield from timeline(card)
-    yield from loading(card)
-    yield from prompts(card)
-    yield from peers(card, at["ms"], prefill)
+    optional = {
+        "timeline-qwen3-8b": timeline, "load": loading, "prefill-gemm": prompts,
+        "peer": lambda found, _: peers(found, at["ms"], prefill),
+    }  # fmt: skip
+    for kind, lines in optional.items():  # not every card has run them
+        name = f"{kind}-{card}"
+        if (HERE / "results" / f"{name}.json").exists():
+            yield from lines(load(name), name)
+            yield ""
     yield from products(card)
     yield ""
     yield f"Attention, us a call in a chain as in a layer, the variant in use then (`{attend['command']}`, {attend['commit']}):"
@@ -172,10 +171,7 @@ def said_of(name, whose):
     return f"{found['runs']} runs {whose}, {found['tokens_compared']} tokens, {found['differing']} differ ({found['commit']})"
 
 
-def timeline(card):
-    if not has(name := f"timeline-qwen3-8b-{card}"):
-        return
-    found = load(name)
+def timeline(found, name):
     round_ = found["round_16"]
     yield (
         f"Where a round's {round_['us'] / 1e3:.2f} ms went at Qwen3-8B shape, context 2048 ({found['commit']}, kernels that note the GPU's clock; a picture of a few "
@@ -186,7 +182,6 @@ def timeline(card):
     yield "|---|---|---|---|"
     for one in round_["kernels"]:
         yield f"| {one['kernel']} | {one['launches']} | {one['median_us']:.1f} | {one['adds_us'] / 1e3:.2f} |"
-    yield ""
 
 
 def products(card):
@@ -211,10 +206,7 @@ def products(card):
         )
 
 
-def loading(card):
-    if not has(name := f"load-{card}"):
-        return
-    found = load(name)
+def loading(found, name):
     best = max(found["loads"], key=lambda one: one["gb_per_s"])
     seconds = found["gb"] / best["gb_per_s"]
     yield (
@@ -222,14 +214,10 @@ def loading(card):
         f"{best['gb_per_s']:.1f} GB/s, {best['of_pinned']:.0%} of the {found['pinned_gb_per_s']:.1f} GB/s from pinned memory in the "
         f"same run (`bench/results/{name}.json`: `{found['command']}`, {found['commit']}: {best['threads']} threads, {best['piece_mb']} MB a piece)."
     )
-    yield ""
 
 
-def prompts(card):
+def prompts(found, _):
     """The products of a prompt."""
-    if not has(name := f"prefill-gemm-{card}"):
-        return
-    found = load(name)
     rows = max(one["rows"] for one in found["results"])
     said = [
         f"{one['outputs']} x {one['cols']} {one['us']:.0f} us ({one['tflop_s']:.0f} TFLOP/s, {one['cublas_us'] / one['us']:.2f} of cuBLAS)"
@@ -237,13 +225,9 @@ def prompts(card):
         if one["rows"] == rows
     ]
     yield f"Products of a prompt, {rows} rows (`{found['command']}`, {found['commit']}): {'; '.join(said)}."
-    yield ""
 
 
-def peers(card, ms, prefill):
-    if not has(name := f"peer-{card}"):
-        return
-    found = load(name)
+def peers(found, ms, prefill):
     versions = found["versions"]
     step, token = found["dflash_step_ms"]["median"], found["transformers_token_ms"]["median"]
     yield (
@@ -253,7 +237,6 @@ def peers(card, ms, prefill):
         f"{found['dflash_prefill_ms']['median']:.0f} ms, ours {prefill['ms']:.0f} ms (torch {versions['torch']}, transformers "
         f"{versions['transformers']})."
     )
-    yield ""
 
 
 def sanitizer(card):

@@ -1,10 +1,10 @@
 """Where a round's time goes: when each kernel of the replayed graph began and when it had what it waits for.
 
-    python bench/timeline.py [--shapes qwen3-8b ...] [--context 2048] [--rounds 30] [--svg FILE]
+    python bench/timeline.py [--shapes qwen3-8b ...] [--context 2048] [--rounds 30] [--picture LAUNCHES] [--card h100]
 
 Kernels are compiled with -DSTAMPS: block 0 of each launch notes the GPU's clock before and after its wait for the kernel
 ahead (griddep_wait in sm90.cuh). From one release to the next is what a kernel adds to the round; what lies between a
-kernel's begin and its release is its head start. Writes bench/results/timeline-SHAPE.json and a picture.
+kernel's begin and its release is its head start. Writes bench/results/timeline-SHAPE-CARD.json and a picture.
 """
 
 import argparse
@@ -130,6 +130,7 @@ def main():
     parser.add_argument("--shapes", nargs="+", default=["qwen3-8b"], choices=SHAPES)
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--card", default="h100", help="in the names of what is written")
     parser.add_argument("--picture", type=int, default=24, metavar="LAUNCHES")
     args = parser.parse_args()
     ops = md.ops("cuda")
@@ -146,7 +147,7 @@ def main():
             for group in found[kind]["kernels"]:
                 print("  ", group, flush=True)
             found[kind]["places"] = rows
-        out = record.write(f"timeline-{name}", found, **device(ops))
+        out = record.write(f"timeline-{name}-{args.card}", found, **device(ops))
         middle = len(rows) // 2
         svg = picture(rows, middle, args.picture, f"{name}, context {args.context}, {args.picture} kernels")
         Path(out).with_suffix(".svg").write_text(svg)

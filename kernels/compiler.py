@@ -4,6 +4,7 @@ Compiling needs NVRTC alone, so every kernel can be compiled for every card with
 before it is needed.
 """
 
+import importlib
 import importlib.util
 import re
 from dataclasses import dataclass
@@ -34,16 +35,22 @@ def choose_arch(major, minor):
 
 
 def missing(what, package):
-    return UserError(f"{what}", hint=f"pip install '{package}', or {ON_CPU}", code=3)
+    """The UserError, code 3, that names a package to install."""
+    return UserError(what, hint=f"pip install '{package}', or {ON_CPU}", code=3)
+
+
+def bindings(name):
+    """Module `name` of CUDA's Python bindings. Errors: UserError, code 3, where they are not installed."""
+    try:
+        return importlib.import_module(f"cuda.bindings.{name}")
+    except ImportError as error:
+        raise missing("the Python bindings of CUDA are not installed", "cuda-bindings>=13,<14") from error
 
 
 @cache
 def open_nvrtc():
     """(the bindings, version) of a usable NVRTC."""
-    try:
-        from cuda.bindings import nvrtc
-    except ImportError as error:
-        raise missing("the Python bindings of CUDA are not installed", "cuda-bindings>=13,<14") from error
+    nvrtc = bindings("nvrtc")
     try:
         result, major, minor = nvrtc.nvrtcVersion()
     except (RuntimeError, OSError) as error:  # the library is searched for at the first call

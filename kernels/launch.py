@@ -10,7 +10,7 @@ from threading import Lock
 
 from ..errors import UserError
 from . import source
-from .compiler import ON_CPU, choose_arch, compile_cubin, missing, open_nvrtc
+from .compiler import ON_CPU, bindings, choose_arch, compile_cubin, missing, open_nvrtc
 
 _STREAMS, _STREAMS_LOCK = {}, Lock()
 MOST_CONFIGS = 256  # kept of a kernel: a prompt's grids vary with its length
@@ -19,10 +19,7 @@ MOST_CONFIGS = 256  # kept of a kernel: a prompt's grids vary with its length
 @cache
 def _driver():
     """The driver's bindings, initialised."""
-    try:
-        from cuda.bindings import driver
-    except ImportError as error:
-        raise missing("the Python bindings of CUDA are not installed", "cuda-bindings>=13,<14") from error
+    driver = bindings("driver")
     try:
         (result,) = driver.cuInit(0)
     except (RuntimeError, OSError) as error:
