@@ -20,11 +20,6 @@ __device__ __forceinline__ int steps_of(const Task& task) {
     return (most + CHUNKS - 1) / CHUNKS;
 }
 
-/* Chunks of this warp in a tile: they are dealt out in turn. */
-__device__ __forceinline__ int own_chunks(const Task& task) {
-    return (task.end - task.begin - warp_index() + WARPS - 1) / WARPS;
-}
-
 /* The step whose weights are asked for next. */
 struct Cursor {
     const char* at;
@@ -56,7 +51,7 @@ __device__ __forceinline__ void load_chunk(Fragments& a, int u, const char* at) 
     a[2 * u + 1] = load_stream(at + u * WARPS * CHUNK_BYTES + CHUNK_BYTES / 2);
 }
 
-/* The warp's next ASKED_CHUNKS chunks to L2: memory then has something to do until the tokens are laid. */
+/* The warp's next ASKED_CHUNKS chunks to L2: memory then has something to do until the tokens are there. */
 template <class Matrix>
 __device__ __forceinline__ void ask(const Task& task, const Matrix& weights, Cursor next) {
     const int lane = opaque(threadIdx.x) % 32;
@@ -87,22 +82,20 @@ __device__ __forceinline__ void hand_over(float (&acc)[TOKEN_TILES][4], int ordi
     mbarrier_arrive(&barriers.full[ordinal % FULL_BARRIERS]);
 }
 
-/* laid: chunks of the tokens that lie in shared memory already; the rest once `late` says so. */
-template <class Matrix>
+template <bool IS_NORMED, class Matrix>
 __device__ __forceinline__ void stream(const Task& task, const Matrix& weights, Fragments (&a)[AHEAD],
-                                       Cursor& next, const unsigned char* tokens, int laid, float2* sums,
+                                       Cursor& next, unsigned char* tokens, float2* sums,
                                        Barriers& barriers) {
     const unsigned char* own = tokens + warp_index() * TOKEN_CHUNK + 16 * lane_index();
     float acc[TOKEN_TILES][4] = {};
     int tile = task.first, step = 0, ordinal = 0;
     while (true) {
+        if (ordinal == 0) ready<IS_NORMED>(task, step * CHUNKS, tokens);
 #pragma unroll
         for (int s = 0; s < AHEAD; ++s) {
             if (tile >= task.tiles) return;
             if (!EARLY_LAUNCH && next.tile >= task.tiles && warp_index() == 0)
                 griddep_launch();  // the last load is under way
-            if (LATE_UNITS && (step + 1) * CHUNKS * WARPS > laid)
-                mbarrier_wait(&barriers.late, 0), laid = 0x7fffffff;
             int rest = own_chunks(task) - step * CHUNKS, asked = next.rest(task);
             const unsigned char* k = own + step * (CHUNKS * WARPS * TOKEN_CHUNK);
 #pragma unroll
@@ -137,7 +130,6 @@ __device__ __forceinline__ void skinny(const Task& task, const Matrix& weights, 
     float4* inbox = (float4*)(sums + 2 * WARPS * UNITS * 32);  // [finisher][slice][UNITS / 2][32]
     unsigned char* tokens =
         (unsigned char*)(inbox + (CLUSTER_MERGE ? FINISHERS * task.slices * UNITS / 2 * 32 : 0));
-    float* unit_squares = (float*)(tokens + (task.end - task.begin) * TOKEN_CHUNK);
     bool is_streaming = warp_index() < WARPS;
     Fragments a[AHEAD];
     Cursor next{};
@@ -151,11 +143,9 @@ __device__ __forceinline__ void skinny(const Task& task, const Matrix& weights, 
             next.advance(task, weights);
         }
         ask(task, weights, next);
+        if (IS_NORMED) bring_scales(task, norm, tokens);
     }
     if (threadIdx.x == 0) barriers.init(task);
-    if (IS_NORMED)  // nobody writes it: the tokens need not wait for it after the kernel ahead has ended
-        for (int k = 32 * task.begin + 8 * threadIdx.x; k < min(32 * task.end, task.cols); k += 8 * THREADS)
-            prefetch_l2(norm + k);
     if (EARLY_LAUNCH && warp_index() == 0) griddep_launch();
     if (CLUSTER_MERGE) {  // the other blocks' barriers are there too
         cluster_arrive_relaxed();
@@ -164,16 +154,10 @@ __device__ __forceinline__ void skinny(const Task& task, const Matrix& weights, 
         __syncthreads();
     }
     griddep_wait();
-    int early = early_units(task);
     if (is_streaming) {
-        lay_units<IS_NORMED>(task, x, pick, norm, warp_index(), early, WARPS, tokens, unit_squares);
-        named_barrier_sync(1, 32 * WARPS);
-        int laid = early < units_of(task) ? UNIT_CHUNKS * early : 0x7fffffff;
-        stream(task, weights, a, next, tokens, laid, sums, barriers);
+        bring_tokens(task, x, pick, tokens);
+        stream<IS_NORMED>(task, weights, a, next, tokens, sums, barriers);
     } else {
-        lay_units<IS_NORMED>(task, x, pick, norm, early + warp_index() - WARPS, units_of(task), FINISHERS,
-                             tokens, unit_squares);
-        mbarrier_arrive(&barriers.late);
-        gather<IS_NORMED>(task, sums, inbox, unit_squares, squares, barriers, sink);
+        gather<IS_NORMED>(task, sums, inbox, tokens, squares, barriers, sink);
     }
 }

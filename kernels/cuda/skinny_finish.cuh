@@ -7,20 +7,19 @@
 #include "skinny_tokens.cuh"
 
 /* full: a tile's sums are written; one barrier a finishing warp, at least two, since a fast warp may be a
- * tile ahead. empty: a set of sums is read. late: the finishing warps have laid their tokens. arrived: the
- * other slices' sums, counted in bytes. Every lane arrives, for what it wrote or read itself: racecheck does
+ * tile ahead. empty: a set of sums is read. arrived: the other
+ * slices' sums, counted in bytes. Every lane arrives, for what it wrote or read itself: racecheck does
  * not follow that one lane's arrival behind a __syncwarp would do for all, and a round takes as long (H100,
  * Qwen3-8B, 7.73 ms). */
 constexpr int FULL_BARRIERS = FINISHERS == 1 ? 2 : FINISHERS;
 struct Barriers {
-    u64 full[FULL_BARRIERS], empty[2], late, arrived[FINISHERS];
+    u64 full[FULL_BARRIERS], empty[2], arrived[FINISHERS];
 
     /* By one thread. */
     __device__ __forceinline__ void init(const Task& task) {
         for (int i = 0; i < FULL_BARRIERS; ++i) mbarrier_init(&full[i], 32 * WARPS);
         for (int i = 0; i < FINISHERS; ++i) mbarrier_init(&arrived[i], 1);
         for (int set = 0; set < 2; ++set) mbarrier_init(&empty[set], 32);
-        mbarrier_init(&late, 32 * FINISHERS);
         mbarrier_fence_init();
     }
 };
@@ -136,7 +135,7 @@ __device__ __forceinline__ bool exchange(const Task& task, int turn, float4* inb
  * gets each tile once they are, sink.end() comes after the last. By one finishing warp. */
 template <bool IS_NORMED, class Sink>
 __device__ __forceinline__ void gather(const Task& task, const float2* sums, float4* inbox,
-                                       const float* unit_squares, float* squares, Barriers& barriers,
+                                       unsigned char* tokens, float* squares, Barriers& barriers,
                                        Sink& sink) {
     int me = warp_index() - WARPS, ordinal = me;
     for (int tile = task.first + me * task.step; tile < task.tiles; tile += FINISHERS * task.step) {
@@ -147,8 +146,7 @@ __device__ __forceinline__ void gather(const Task& task, const float2* sums, flo
         mbarrier_wait(&barriers.full[ordinal % FULL_BARRIERS], ordinal / FULL_BARRIERS & 1);
         if constexpr (IS_NORMED)
             if (turn == 0) {
-                mbarrier_wait(&barriers.late, 0);
-                float sum = sum_squares(task, unit_squares);
+                float sum = sum_squares(squares_of(task, tokens));
                 if (task.slices == 1)
                     sink.use_squares(sum);
                 else

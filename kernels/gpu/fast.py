@@ -73,10 +73,9 @@ def work_size(backend, rows, cols, outputs):
 
 def defines_of(cut, token_tiles):
     """-D of a kernel of the skinny family. How many chunks are on their way does not show in the bits."""
-    is_wide = (
-        token_tiles == split.TOKEN_TILES[-1] and cut.chunks * cut.ahead > 4
-    )  # the sums take its registers
-    chunks, ahead = (4, 1) if is_wide else (cut.chunks, cut.ahead)
+    # The sums of 32 rows take the registers of weights under way.
+    is_wide = token_tiles == split.TOKEN_TILES[-1] and cut.chunks * cut.ahead > 3
+    chunks, ahead = (3, 1) if is_wide else (cut.chunks, cut.ahead)
     return {
         "TOKEN_TILES": token_tiles, "STREAM_WARPS": cut.warps, "STEP_CHUNKS": chunks, "STEPS_AHEAD": ahead,
         "BLOCKS_PER_SM": cut.resident, "FINISH_WARPS": cut.finishers, "CLUSTER_MERGE": int(cut.cluster),
@@ -84,16 +83,16 @@ def defines_of(cut, token_tiles):
     }  # fmt: skip
 
 
-def launch(backend, file, kernel, tiles, cut, cols, rows, args, together=False):
+def launch(backend, file, kernel, tiles, cut, cols, rows, args, is_normed=False, together=False):
     """One launch for each pass of rows. args: function of (slice of the rows, their number) -> the kernel's.
 
-    together: blocks wait for each other, so the card must hold all of them.
+    is_normed: the kernel norms its token rows. together: blocks wait for each other, so the card must hold all of them.
     """
-    for here, count in cut.passes(cols, rows):
+    for here, count in cut.passes(cols, rows, is_normed):
         token_tiles = cut.token_tiles(count)
         grid, shared, defines = (
             cut.grid(tiles, backend.sms),
-            cut.shared(cols, token_tiles),
+            cut.shared(cols, token_tiles, is_normed),
             defines_of(cut, token_tiles),
         )
         if together:  # fewer blocks have the same bits
@@ -141,7 +140,9 @@ def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, si
         ]  # fmt: skip
 
     tiles = tiles_of(wq.rows) + tiles_of(wkv.rows)
-    return launch(backend, "qkv_fast.cu", "qkv_fast", tiles, cut, cols, len(x), args, together=True)
+    return launch(
+        backend, "qkv_fast.cu", "qkv_fast", tiles, cut, cols, len(x), args, is_normed=True, together=True
+    )
 
 
 def has_room(heads, size):
@@ -173,7 +174,9 @@ def gate_up(backend, x, norm, eps, w, work, h):
     def args(here, count):
         return [w.data, x[here], norm, h[here], work, work[COUNTERS:], eps, count, ffn, w.cols, cut.slices]
 
-    return launch(backend, "gate_up_fast.cu", "gate_up_fast", tiles, cut, w.cols, len(x), args)
+    return launch(
+        backend, "gate_up_fast.cu", "gate_up_fast", tiles, cut, w.cols, len(x), args, is_normed=True
+    )
 
 
 def head(backend, x, pick, norm, eps, w, limit, ids, work):
@@ -184,7 +187,7 @@ def head(backend, x, pick, norm, eps, w, limit, ids, work):
     def args(here, count):
         return [w.data, x, pick[here], norm, ids, work, work[COUNTERS:], eps, count, w.rows, w.cols, limit]
 
-    return launch(backend, "head_fast.cu", "head_fast", tiles, cut, w.cols, len(pick), args)
+    return launch(backend, "head_fast.cu", "head_fast", tiles, cut, w.cols, len(pick), args, is_normed=True)
 
 
 def _room(w, work, rows):
@@ -232,7 +235,9 @@ def _logits(backend, x, pick, norm, eps, w, work, logits):
         rows = (x[here], None) if pick is None else (x, pick[here])
         return [w.data, *rows, norm, logits[here], work[COUNTERS:], eps, count, w.rows, w.cols]
 
-    return launch(backend, "head_fast.cu", "head_logits_fast", tiles, cut, w.cols, len(logits), args)
+    return launch(
+        backend, "head_fast.cu", "head_logits_fast", tiles, cut, w.cols, len(logits), args, is_normed=True
+    )
 
 
 def fuse(backend, taps, w, norm, eps, work, f):

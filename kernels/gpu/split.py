@@ -61,28 +61,29 @@ class Split:
         """Blocks a multiprocessor that registers are kept for: the next kernel's too, where that leaves enough."""
         return self.blocks * (2 if self.early and 2 * self.blocks * self.threads <= 24 * 32 else 1)
 
-    def shared(self, cols, token_tiles):
-        """Dynamic shared bytes: two sets of the warps' sums, the cluster's, the token rows, their units' squares."""
+    def shared(self, cols, token_tiles, is_normed=False):
+        """Dynamic shared bytes: two sets of the warps' sums, the cluster's, the token rows, a norm's scales and squares."""
         chunks = -(-cols // CHUNK)
         deepest = -(-chunks // self.slices)
         sums = 2 * self.warps + (self.finishers * self.slices if self.cluster else 0)
-        return token_tiles * (512 * sums + 512 * deepest + 32 * -(-deepest // 4))
+        normed = 128 * (deepest + token_tiles * self.warps) if is_normed else 0
+        return 512 * token_tiles * (sums + deepest) + normed
 
-    def fits(self, cols, token_tiles):
-        need = self.shared(cols, token_tiles) + STATIC
+    def fits(self, cols, token_tiles, is_normed=False):
+        need = self.shared(cols, token_tiles, is_normed) + STATIC
         return need <= SHARED_PER_BLOCK and self.blocks * (need + 1024) <= SHARED_PER_SM
 
-    def most_rows(self, cols):
+    def most_rows(self, cols, is_normed=False):
         """Token rows of the widest pass that shared memory holds."""
-        return 8 * max(tiles for tiles in TOKEN_TILES if self.fits(cols, tiles))
+        return 8 * max(tiles for tiles in TOKEN_TILES if self.fits(cols, tiles, is_normed))
 
     def token_tiles(self, rows):
         """Groups of 8 rows of a pass with this many rows."""
         return next(tiles for tiles in TOKEN_TILES if 8 * tiles >= rows)
 
-    def passes(self, cols, rows):
+    def passes(self, cols, rows, is_normed=False):
         """(slice, count) of the passes over `rows` token rows: a row's bits are the same in each."""
-        most = self.most_rows(cols)
+        most = self.most_rows(cols, is_normed)
         return [(slice(at, min(at + most, rows)), min(most, rows - at)) for at in range(0, rows, most)]
 
     def work(self, tiles):
@@ -92,29 +93,29 @@ class Split:
 
 # (N, K, sms) -> Split: the best of bench/gemm.py on an H100 at 16 rows with dependent launch
 # (bench/results/gemm-nvidia-h100-80gb-hbm3.json, newer ones gemm-newer-cuts-h100.json) or, where `asked` is given and for
-# qkv, gate_up and Qwen3-4B, of bench/variants.py in whole passes (bench/NOTES.md, 5d22864). One uncut K beats more,
-# smaller blocks wherever 16 rows of it fit.
+# qkv and gate_up, of bench/variants.py in whole passes (bench/NOTES.md: on an H100 at 5d22864; down's, Qwen3-4B's and
+# SmolLM2's on an H200 since).
 MEASURED = {
     (6144, 4096, 132): Split(2, 1, 16, 4, 1, 4, True, True),
     (4096, 4096, 132): Split(2, 1, 16, 2, 2, 4, True, True, 5),
     (24576, 4096, 132): Split(1, 1, 12, 4, 2, 4, False, True, 2),
-    (4096, 12288, 132): Split(4, 1, 16, 4, 1, 4, False, True, 2),
+    (4096, 12288, 132): Split(4, 1, 12, 4, 2, 4, False, True, 2),
     (151936, 4096, 132): Split(1, 1, 12, 4, 2, 4),
     (4096, 20480, 132): Split(4, 1, 16, 4, 1, 4, True, True),
     (10240, 4096, 132): Split(2, 1, 16, 2, 2, 4, True, True),
-    (6144, 2560, 132): Split(2, 1, 16, 4, 1, 4, True, True),
+    (6144, 2560, 132): Split(2, 1, 12, 4, 2, 4, True, True, 2),
     (2560, 4096, 132): Split(4, 1, 16, 2, 2, 4, True, True),
     (19456, 2560, 132): Split(1, 1, 12, 4, 2, 4, False, True, 2),
-    (2560, 9728, 132): Split(4, 1, 12, 4, 2, 4, False, True),
+    (2560, 9728, 132): Split(2, 1, 12, 4, 2, 4, True, True, 2),
     (2560, 12800, 132): Split(4, 1, 16, 4, 1, 4, True, True),
     (10240, 2560, 132): Split(2, 1, 10, 4, 1, 4, True, True),
     (28672, 4096, 132): Split(1, 1, 12, 4, 2, 4, False, True, 2),
-    (4096, 14336, 132): Split(4, 1, 16, 4, 1, 4, False, True),
+    (4096, 14336, 132): Split(4, 1, 12, 4, 2, 4, False, True, 2),
     (128256, 4096, 132): Split(1, 1, 12, 4, 2, 4),
     (151936, 2560, 132): Split(1, 1, 12, 4, 2, 4),
-    (960, 576, 132): Split(1, 1, 6, 3, 1, 4, False, False, 0),
-    (576, 576, 132): Split(1, 3, 5, 4, 1, 1, False, True, 0),
-    (3072, 576, 132): Split(1, 1, 7, 4, 1, 4, False, False, 0),
+    (960, 576, 132): Split(1, 1, 6, 3, 1, 1, False, False, 0),
+    (576, 576, 132): Split(1, 1, 6, 3, 1, 1, False, True, 0),
+    (3072, 576, 132): Split(1, 1, 9, 2, 1, 4, False, False, 0),
     (576, 1536, 132): Split(1, 1, 12, 4, 1, 1, False, True, 0),
     (49152, 576, 132): Split(1, 2, 8, 4, 1, 2, False, True, 0),
     (1536, 576, 132): Split(1, 1, 6, 3, 1, 4, False, False, 0),
@@ -139,7 +140,7 @@ def choose(outputs, cols, sms, whole=False):
         for blocks, warps in ((1, 16), (2, 7), (2, 4)):
             for slices in range(1, most + 1):
                 split = Split(slices, blocks, warps)
-                if not split.fits(cols, token_tiles):
+                if not split.fits(cols, token_tiles, is_normed=True):
                     continue
                 # A slice more costs a merge: measured, cutting 6144 x 4096 in two took 31.6 us against 21.3.
                 score = efficiency(split, tiles, chunks, sms) - 0.1 * (slices - 1)

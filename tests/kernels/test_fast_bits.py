@@ -209,7 +209,7 @@ SIZES = [
 @pytest.mark.parametrize("sms", [4, 132, 148])
 @pytest.mark.parametrize("outputs, cols", SIZES)
 def test_a_cut_fits_the_card(outputs, cols, sms):
-    for whole in (False, True)[: 1 + (cols <= 12288)]:
+    for whole in (False, True)[: 1 + (cols <= 8192)]:
         cut = split.choose(outputs, cols, sms, whole)
         tiles, most = fast.tiles_of(outputs), cut.most_rows(cols)
         assert 1 <= cut.slices <= -(-cols // split.CHUNK) and (cut.slices == 1 or not whole)
@@ -241,6 +241,9 @@ MEASURED = {
 }  # fmt: skip
 
 
+NORMED = "qkv", "gate_up", "head"  # products whose kernels norm their token rows
+
+
 def test_every_measured_product_has_its_kernel():
     assert sorted(shape for shapes in MEASURED.values() for shape in shapes) == sorted(
         (outputs, cols) for outputs, cols, _ in split.MEASURED
@@ -253,7 +256,8 @@ def test_measured_cuts_keep_to_registers(name):
     for outputs, cols in MEASURED[name]:
         cut = split.choose(outputs, cols, 132, whole=name == "head")
         for token_tiles in split.TOKEN_TILES:
-            if not cut.fits(cols, token_tiles):
+            if not cut.fits(cols, token_tiles, is_normed=name in NORMED):
+                assert token_tiles > 2, "a block of 16 is one pass"
                 continue
             defines = {key: str(value) for key, value in fast.defines_of(cut, token_tiles).items()}
             _, log = compiler.compile_cubin(f"{name}_fast.cu", "sm_90a", defines)
