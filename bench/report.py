@@ -109,7 +109,7 @@ def gpu(card):
         )
     yield ""
     optional = {
-        "timeline-qwen3-8b": timeline, "load": loading, "prefill-gemm": prompts,
+        "loops": loops, "timeline-qwen3-8b": timeline, "load": loading, "prefill-gemm": prompts,
         "peer": lambda found, _: peers(found, at["ms"], prefill),
     }  # fmt: skip
     for kind, lines in optional.items():  # not every card has run them
@@ -169,6 +169,25 @@ def is_same(found):
 def said_of(name, whose):
     found = load(name)
     return f"{found['runs']} runs {whose}, {found['tokens_compared']} tokens, {found['differing']} differ ({found['commit']})"
+
+
+def loops(found, _):
+    shapes = [name for name, one in found.items() if isinstance(one, dict) and "is_same" in one]
+    ways = dict.fromkeys(way for name in shapes for way in found[name]["ms"])
+    yield (
+        f"Who starts the next round (`{found['command']}`, {found['commit']}): ms a round of 16 rows from context {found['context']}, "
+        f"{found['rounds']} on end, each record read by the host; ids "
+        f"{'the same' if all(found[name]['is_same'] for name in shapes) else 'NOT the same'}:"
+    )
+    yield ""
+    yield "| shape | " + " | ".join(ways) + " |"
+    yield "|---|" + "---|" * len(ways)
+    for name in shapes:
+        yield (
+            f"| {name} | "
+            + " | ".join(f"{found[name]['ms'].get(way, float('nan')):.3f}" for way in ways)
+            + " |"
+        )
 
 
 def timeline(found, name):

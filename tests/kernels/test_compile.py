@@ -4,6 +4,7 @@ Needs NVRTC and nvdisasm (extra `test`), no GPU and no driver.
 """
 
 import ctypes
+import importlib
 import os
 import re
 import subprocess
@@ -46,6 +47,15 @@ def test_every_kernel_compiles_and_stays_in_registers(path, arch):
     for name, used in found.items():
         planted = path.parent == SAMPLES and name == "overflows_stack"
         assert planted or (used.stack, used.spill_stores, used.spill_loads) == (0, 0, 0), f"{name}: {used}"
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", compiler.ARCHES.values())
+def test_the_end_of_a_round_in_a_while_node_links(arch, monkeypatch):
+    """NVRTC alone leaves the device runtime's function unresolved and says nothing."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "bench")
+    linked = importlib.import_module("loops").linked(arch)
+    assert linked[:4] == b"\x7fELF" and b"cudaGraphSetConditional" in linked and len(linked) > 100_000
 
 
 @needs_nvrtc
