@@ -8,9 +8,12 @@ must commit the same ids. A WHILE's records come through a ring in pinned memory
 """
 
 import argparse
+import sys
 from collections import deque
 from pathlib import Path
 from statistics import median
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 import record
