@@ -1,6 +1,6 @@
 /* The token rows of the *_fast kernels. A lane of a streaming warp brings to shared memory exactly the
  * 16-byte pieces that it multiplies in every tile (skinny.cuh), so nobody waits for anybody else's: the first
- * step's are used while the others are under way. With a norm, a piece is multiplied by its scale, and
+ * ones are used while the others are under way. With a norm, a piece is multiplied by its scale, and
  * rounded, where it lies, just before the first tile uses it; the row's squares are added up then. */
 #pragma once
 #include "skinny_task.cuh"
@@ -34,8 +34,7 @@ __device__ __forceinline__ float* squares_of(const Task& task, unsigned char* to
     return scales_of(task, tokens) + (opaque(task.end) - task.begin) * 32;
 }
 
-/* Scales of this warp's chunks. Nobody writes them: they need not wait for the kernel
- * ahead. */
+/* Scales of this warp's chunks. Nobody writes them: they need not wait for the kernel ahead. */
 __device__ __forceinline__ void bring_scales(const Task& task, const float* norm, unsigned char* tokens) {
     const int lane = lane_index();
     for (int own = lane / 8; own < own_chunks(task); own += 4) {
@@ -50,8 +49,9 @@ __device__ __forceinline__ void bring_scales(const Task& task, const float* norm
 
 constexpr int FIRST_CHUNKS = CHUNKS * AHEAD;  // of a warp: those whose weights are under way at the start
 
-/* This lane's pieces of this warp's chunks: row lane / 4 of every group of 8, 8 k. Those of the first step,
- * and the scales, are one group of copies, the others a second. pick: which rows of x, null: all. */
+/* This lane's pieces of this warp's chunks: row lane / 4 of every group of 8, 8 k. Those of the first
+ * FIRST_CHUNKS, and the scales, are one group of copies, the others a second. pick: which rows of x, null:
+ * all. */
 __device__ __forceinline__ void bring_tokens(const Task& task, const bf16* x, const int* pick,
                                              unsigned char* tokens) {
     const int lane = lane_index(), count = own_chunks(task);
