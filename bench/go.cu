@@ -1,5 +1,5 @@
-/* go: behind a round in a WHILE node (bench/loops.py). The round's record goes to the host's ring; there is
- * another round unless the text has ended or `most` have run. Grid:   one block of 32 threads. */
+/* go: behind a round in a WHILE node (bench/loops.py), one block of 32 threads. The round's record goes to
+ * the host's ring; there is another round unless the text has ended or `most` have run. */
 typedef unsigned long long u64;
 
 /* Of the CUDA device runtime, linked in by bench/loops.py. */

@@ -10,6 +10,8 @@ must commit the same ids. A WHILE's records come through a ring in pinned memory
 import argparse
 import sys
 from collections import deque
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -32,6 +34,10 @@ WAYS = {  # how the host starts rounds: (mode, may a kernel start while the one 
     "one by one, dependent": ("eager", True),
     "graph": ("graph", False),
     "graph, dependent": ("graph", True),
+}
+LOOPS = {  # the same of what is captured into a WHILE
+    "WHILE": ("eager", False),
+    "WHILE, dependent": ("eager", True),
 }
 
 
@@ -91,17 +97,19 @@ class While:
             gpu.do(driver.cuStreamEndCapture(own))
         finally:
             gpu.use(before)
+            driver.cuStreamDestroy(own)
 
     def launch(self):
         self.gpu.do(self.gpu.driver.cuGraphLaunch(self.executable, self.gpu.driver_stream))
 
 
-def compiled(ops, fn, bucket, mode, dependent):
-    """The program of a round under another way of starting it."""
-    backend, before = ops.backend, (ops.backend.mode, ops.backend.dependent)
+@contextmanager
+def in_use(backend, mode, dependent):
+    """One of the ways, for what is recorded or launched meanwhile."""
+    before = backend.mode, backend.dependent
     backend.mode, backend.dependent = mode, dependent
     try:
-        return ops.program(fn, bucket)
+        yield
     finally:
         backend.mode, backend.dependent = before
 
@@ -145,28 +153,25 @@ def measure(ops, shape, context, rounds, repeat):
         one_round(engine, s, True, s.block, True)
 
     runs, refused = {}, {}
-    for way, how in WAYS.items():
-        program = compiled(ops, fn, bucket, *how)
-        runs[way] = how[1], lambda program=program: by_host(ops, s, program, rounds)
-    for way, dependent in ("WHILE", False), ("WHILE, dependent", True):
-        program = compiled(ops, fn, bucket, "eager", dependent)
-        ops.backend.dependent = dependent
-        try:
-            loop = While(ops.backend, program, s, rounds)
-        except RuntimeError as error:
-            refused[way] = str(error)
-            continue
-        runs[way] = dependent, lambda loop=loop: by_gpu(ops, loop)
+    for way, how in (WAYS | LOOPS).items():
+        with in_use(ops.backend, *how):
+            program = ops.program(fn, bucket)
+            try:
+                runs[way] = (
+                    partial(by_host, ops, s, program, rounds) if way in WAYS
+                    else partial(by_gpu, ops, While(ops.backend, program, s, rounds))
+                )  # fmt: skip
+            except RuntimeError as error:  # the driver's, of a WHILE
+                refused[way] = str(error)
     times, ids = {way: [] for way in runs}, {}
     for again in range(repeat + 2):
-        for way, (dependent, run) in runs.items():
-            ops.backend.dependent = dependent  # of launches one by one
+        for way, run in runs.items():
             set_context(ops, s, context)
-            ms, records = run()
+            with in_use(ops.backend, *(WAYS | LOOPS)[way]):
+                ms, records = run()
             ids.setdefault(way, records[:, 3 : 3 + s.block].tolist())
             if again >= 2:
                 times[way].append(ms / rounds)
-    ops.backend.dependent = True
     engine.state = engine.programs = None
     found = {way: round(median(all_), 4) for way, all_ in times.items()}
     return {"ms": found, "refused": refused, "is_same": all(one == ids["one by one"] for one in ids.values())}

@@ -63,7 +63,8 @@ __device__ __forceinline__ void bring_tokens(const Task& task, const bf16* x, co
     }
     unsigned char* to = tokens + warp_index() * TOKEN_CHUNK + 16 * lane;
     int k = 32 * (task.begin + warp_index()) + 8 * (lane % 4);
-    auto bring = [&] {
+#pragma unroll(TOKEN_TILES == 4 ? 1 : 4)
+    for (int own = 0; own < count; ++own) {
 #pragma unroll
         for (int n = 0; n < TOKEN_TILES; ++n) {
             const bool is_there = from[n] >= 0 && k < task.cols;
@@ -74,10 +75,6 @@ __device__ __forceinline__ void bring_tokens(const Task& task, const bf16* x, co
                 *(uint4*)(to + 512 * n) = load_piece(piece, is_there ? task.cols - k : 0);
         }
         k += 32 * WARPS, to += WARPS * TOKEN_CHUNK;
-    };
-#pragma unroll(TOKEN_TILES == 4 ? 1 : 4)
-    for (int own = 0; own < count; ++own) {
-        bring();
         if (own == FIRST_CHUNKS - 1) cp_async_commit();
     }
     if (count < FIRST_CHUNKS) cp_async_commit();

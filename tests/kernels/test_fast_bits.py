@@ -209,7 +209,7 @@ SIZES = [
 @pytest.mark.parametrize("sms", [4, 132, 148])
 @pytest.mark.parametrize("outputs, cols", SIZES)
 def test_a_cut_fits_the_card(outputs, cols, sms):
-    for whole in (False, True)[: 1 + (cols <= 8192)]:
+    for whole in (False, True)[: 1 + (cols <= 10240)]:
         cut = split.choose(outputs, cols, sms, whole)
         tiles, most = fast.tiles_of(outputs), cut.most_rows(cols)
         assert 1 <= cut.slices <= -(-cols // split.CHUNK) and (cut.slices == 1 or not whole)
