@@ -3,24 +3,25 @@
 from .layers import run_layer
 
 
-def inject(ops, model, s, taps, slot, pos):
-    """KV injection: the context features of `taps` rows go to every drafter layer's cache at (slot, pos).
+def inject(ops, model, s, taps, address):
+    """KV injection: the context features of `taps` rows go to every drafter layer's cache.
 
-    taps: A[T,C] rows of tapped target states. Rows with pos < 0 are not stored.
+    taps: A[T,C] rows of tapped target states. address: their slot, pos and at, i32[T] each. Rows with pos < 0 are not stored.
     """
     w, config = model.weights, model.config
     features = s.features[: len(taps)]
     ops.fuse(taps, w["fc"], w["hidden_norm"], config.eps, s.work, features)
     ops.inject(
-        features, w["kv"], w.get("kv_bias"), w["k_norm"], config.eps, *model.tables, slot, pos, s.drafter_k,
+        features, w["kv"], w.get("kv_bias"), w["k_norm"], config.eps, *model.tables, *address, s.drafter_k,
         s.drafter_v, s.work,
     )  # fmt: skip
 
 
 def inject_fresh(ops, model, s):
     """Inject the context features that wait: the kept rows of the verify passes since the last injection."""
-    ops.stage_context(s.start, s.fresh, s.context_slot, s.context_pos)
-    inject(ops, model, s, s.taps[: s.slots * s.block], s.context_slot, s.context_pos)
+    address = s.context_slot, s.context_pos, s.context_at
+    ops.stage_context(s.start, s.fresh, *address)
+    inject(ops, model, s, s.taps[: s.slots * s.block], address)
 
 
 def draft(ops, engine, s, drafted_rows):
@@ -42,6 +43,7 @@ def draft(ops, engine, s, drafted_rows):
         rows.ids,
         rows.slot,
         rows.pos,
+        rows.at,
         rows.begin,
         rows.end,
         rows.tap_row,

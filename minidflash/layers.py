@@ -15,7 +15,7 @@ def run_layer(
     flat = rows.o.reshape(len(rows.o), -1)
     ops.qkv(
         rows.x, w["attn_norm"], config.eps, w["q"], w["kv"], w.get("q_bias"), w.get("kv_bias"), w.get("q_norm"),
-        w.get("k_norm"), cos, sin, rows.slot, rows.pos, cache_k, cache_v, work, rows.q,
+        w.get("k_norm"), cos, sin, rows.slot, rows.pos, rows.at, cache_k, cache_v, work, rows.q,
     )  # fmt: skip
     scale = config.head_size**-0.5
     ops.attend(

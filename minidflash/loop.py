@@ -209,11 +209,12 @@ def prefill(engine, s, request):
         ops.upload(rows.ids, np.array(ids[first : first + count], np.int32))
         ops.upload(rows.slot, np.zeros(count, np.int32))
         ops.upload(rows.pos, where)
+        ops.upload(rows.at, where)
         ops.upload(rows.end, where + 1)
         ops.upload(rows.tap_row, where - first)
         verifier.forward(ops, engine.target, s, rows, taps)
         if taps:
-            draft.inject(ops, engine.drafter, s, s.taps[:count], rows.slot, rows.pos)
+            draft.inject(ops, engine.drafter, s, s.taps[:count], (rows.slot, rows.pos, rows.at))
     last, pick, law, firsts = s.rows.first(count), device_ids(ops, [count - 1]), request.sampling, []
     for number in range(law.samples):
         law.place(ops, s, number)

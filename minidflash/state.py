@@ -13,6 +13,7 @@ class Rows:
     ids: Any  # i32[R] token
     slot: Any  # i32[R] which sequence
     pos: Any  # i32[R] absolute position, -1: inactive
+    at: Any  # i32[R] number of its key
     begin: Any  # i32[R] first position of the row's block
     end: Any  # i32[R] one past the row's block
     tap_row: Any  # i32[R] row of the tap buffer
@@ -28,7 +29,7 @@ class Rows:
 
 def make_rows(ops, config, count):
     """Rows for passes of up to `count` rows through a model of `config`."""
-    i32 = [ops.array((count,), "i32") for _ in range(6)]
+    i32 = [ops.array((count,), "i32") for _ in range(7)]
     heads = (count, config.heads, config.head_size)
     return Rows(
         *i32,
@@ -71,6 +72,7 @@ class State:
     draft_rows: Rows | None
     context_slot: Any
     context_pos: Any
+    context_at: Any
     taps: Any
     features: Any
     cache_k: Any
@@ -125,7 +127,8 @@ def make_state(ops, target, drafter, stop_ids, slots, ctx, block, chunk, rejects
         slots, ctx, block, chunk, **i32, stop=stop, masks=masks, drafts=drafts, choice=ops.array((count,), "i32"),
         record=ops.array((slots, 2 * block + 3), "i32"), key=ops.array((slots, 4), "i32"),
         law=ops.array((slots, 3), "f32"), logprob=ops.array((count, 2), "f32"), mass=mass, rows=rows,
-        draft_rows=draft_rows, context_slot=ops.array((wide,), "i32"), context_pos=ops.array((wide,), "i32"), taps=taps, features=features,
+        draft_rows=draft_rows, context_slot=ops.array((wide,), "i32"), context_pos=ops.array((wide,), "i32"),
+        context_at=ops.array((wide,), "i32"), taps=taps, features=features,
         cache_k=cache_k, cache_v=cache_v, drafter_k=drafter_k, drafter_v=drafter_v, work=work, memory=memory,
     )  # fmt: skip
 

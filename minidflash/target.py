@@ -54,6 +54,7 @@ def verify(ops, model, s, width, taps, all_rows, choice="likeliest"):
         rows.ids,
         rows.slot,
         rows.pos,
+        rows.at,
         rows.begin,
         rows.end,
         rows.tap_row,

@@ -46,7 +46,7 @@ def state_of(engine, count, slots=1):
 def place(ops, rows, ids, first, slot=0):
     """Address consecutive target rows: token ids at positions first, first + 1, ..."""
     pos = np.arange(first, first + len(ids), dtype=np.int32)
-    columns = {"ids": ids, "slot": np.full(len(ids), slot), "pos": pos, "begin": pos, "end": pos + 1,
+    columns = {"ids": ids, "slot": np.full(len(ids), slot), "pos": pos, "at": pos, "begin": pos, "end": pos + 1,
                "tap_row": np.arange(len(ids))}  # fmt: skip
     for name, values in columns.items():
         ops.upload(getattr(rows, name), np.asarray(values, np.int32))

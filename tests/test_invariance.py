@@ -43,9 +43,9 @@ def prefilled(engine, ids, monkeypatch):
     """Run prefill; returns its token, both models' caches of the prompt, the taps of every row."""
     ops, taps, inject = engine.ops, [], loop.draft.inject
 
-    def keeping(ops, model, s, rows, slot, pos):
+    def keeping(ops, model, s, rows, address):
         taps.append(ops.download(rows))
-        inject(ops, model, s, rows, slot, pos)
+        inject(ops, model, s, rows, address)
 
     monkeypatch.setattr(loop.draft, "inject", keeping)
     request = Request.of(engine, ids, {"max_tokens": 4, "block": 8, "verify": 8})
