@@ -84,7 +84,9 @@ def embed(ids, table, scale):
     return np.stack([scale * real(table.data[i]) for i in ids])
 
 
-def qkv(x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot, pos, at, cache_k, cache_v, work):
+def qkv(
+    x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot, pos, at, cache_k, cache_v, work
+):
     """q = rope(qnorm(Wq n(x))); k and v likewise (v plain) go to the caches as key `at` of the slot. Returns q: (T, H, K)."""
     groups, room, size = cache_k.shape[1:]
     q = np.zeros((len(x), wq.rows // size, size))

@@ -12,8 +12,8 @@ def inject(ops, model, s, taps, address):
     features = s.features[: len(taps)]
     ops.fuse(taps, w["fc"], w["hidden_norm"], config.eps, s.work, features)
     ops.inject(
-        features, w["kv"], w.get("kv_bias"), w["k_norm"], config.eps, *model.tables, *address, s.drafter_k,
-        s.drafter_v, s.work,
+        features, w["kv"], w.get("kv_bias"), w["k_norm"], config.eps, *model.tables, *address, s.injected.k,
+        s.injected.v, s.work,
     )  # fmt: skip
 
 
@@ -51,7 +51,7 @@ def draft(ops, engine, s, drafted_rows):
     ops.embed(rows.ids, target.weights["embed"], 1.0, rows.x)
     for i, layer in enumerate(model.layers):
         run_layer(
-            ops, config, layer, model.tables, rows, s.drafter_k[i], s.drafter_v[i],
+            ops, config, layer, model.tables, rows, s.drafter_caches[i],
             rows.begin if config.causal[i] else rows.pos, config.windows[i], int(config.causal[i]), s.work,
         )  # fmt: skip
     w = model.weights

@@ -15,11 +15,11 @@ SIZES = {
 
 
 def write_random(folder, name="odd", seed=0, family="llama", dtype="bf16", max_pos=1024, block=16, windows=None,
-                 draft_config=None):  # fmt: skip
+                 draft_config=None, target_windows=None):  # fmt: skip
     """Write a random pair under folder/target and folder/draft; returns both folders.
 
     family: llama or qwen3. dtype: bf16 or f32 weights. windows: None, or (layer kinds, W, is_causal) of the drafter's
-    layers. draft_config: keys to set in the drafter's config.
+    layers. draft_config: keys to set in the drafter's config. target_windows: None, or (layer kinds, W) of a qwen3 target.
     """
     rng, size = np.random.default_rng(seed), SIZES[name]
     width, vocab, layers, ffn = size["width"], size["vocab"], size["layers"], size["ffn"]
@@ -62,6 +62,10 @@ def write_random(folder, name="odd", seed=0, family="llama", dtype="bf16", max_p
         "architectures": [architecture], "model_type": family, "num_hidden_layers": layers, "bos_token_id": None,
         "eos_token_id": None,
     }  # fmt: skip
+    if target_windows:
+        kinds_of_target, width_of_window = target_windows
+        target_json |= {"layer_types": list(kinds_of_target), "sliding_window": width_of_window,
+                        "use_sliding_window": True}  # fmt: skip
     draft_json = shared | {
         "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_hidden_layers": len(kinds),
         "block_size": block, "num_target_layers": layers, "layer_types": list(kinds), "sliding_window": window,

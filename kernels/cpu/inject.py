@@ -9,7 +9,9 @@ from .tiles import lay_tokens, matmul
 
 
 @jit(parallel=True)
-def _run(f, wkv, kv_bias, k_norm, eps, cos, sin, slot, pos, at, cache_k, cache_v, work, none_f, none_i, threads):
+def _run(
+    f, wkv, kv_bias, k_norm, eps, cos, sin, slot, pos, at, cache_k, cache_v, work, none_f, none_i, threads
+):
     rows = lay_tokens(f, none_i, none_f, 0.0, work, threads)
     y_at, ld = rows * f.shape[1], wkv.shape[0] * 16
     matmul(wkv, rows, work, y_at, ld, threads)

@@ -22,7 +22,21 @@ def _row(t, biases, norms, eps, tables, address, caches, q, work, y_at, ld, kv_a
         keep_row(work[at + h * size : at + (h + 1) * size], q[t, h])
     cache_k, cache_v = caches[0][slot[t]], caches[1][slot[t]]
     keep_kv(
-        work, at + kv_at, len(cache_k), size, kv_bias, 0, k_norm, 0, eps, cos, sin, p, key[t], cache_k, cache_v
+        work,
+        at + kv_at,
+        len(cache_k),
+        size,
+        kv_bias,
+        0,
+        k_norm,
+        0,
+        eps,
+        cos,
+        sin,
+        p,
+        key[t],
+        cache_k,
+        cache_v,
     )
 
 
@@ -46,5 +60,18 @@ def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, si
     biases, norms = (b.f(q_bias), b.f(kv_bias)), (b.f(q_norm), b.f(k_norm))
     address, caches = (slot, pos, at), (cache_k, cache_v)
     _run(
-        x, norm, eps, wq.data, wkv.data, biases, norms, (cos, sin), address, caches, work, q, b.none_i, b.threads
+        x,
+        norm,
+        eps,
+        wq.data,
+        wkv.data,
+        biases,
+        norms,
+        (cos, sin),
+        address,
+        caches,
+        work,
+        q,
+        b.none_i,
+        b.threads,
     )

@@ -8,8 +8,8 @@
  * G, S, K). */
 extern "C" __global__ void inject(const float* y, const float* kv_bias, const float* k_norm, float eps,
                                   const float* cos, const float* sin, const int* slot, const int* pos,
-                                  const int* at, ACTIVATION* cache_k, ACTIVATION* cache_v, int T, int L, int slots, int G,
-                                  int S, int K, int J) {
+                                  const int* at, ACTIVATION* cache_k, ACTIVATION* cache_v, int T, int L,
+                                  int slots, int G, int S, int K, int J) {
     int rows = L * 2 * G, t = warp_in_grid() / rows, row = warp_in_grid() % rows;
     if (t >= T || pos[t] < 0) return;
     int layer = row / (2 * G), g = row % G, p = pos[t];

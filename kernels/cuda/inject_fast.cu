@@ -17,16 +17,16 @@ struct InjectRule {
         bool is_key = head / groups % 2 == 0;
         size_t row = (((size_t)layer * slots + slot[token]) * groups + group) * cached + at[token] % cached;
         const float* norm = is_key && k_norm ? k_norm + layer * size : nullptr;
-        return Finish{kv_bias ? kv_bias + head * size : nullptr, norm, (is_key ? cache_k : cache_v) + row * size,
-                      is_key, false};
+        return Finish{kv_bias ? kv_bias + head * size : nullptr, norm,
+                      (is_key ? cache_k : cache_v) + row * size, is_key, false};
     }
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     inject_fast(const u16* wkv, const bf16* f, const float* kv_bias, const float* k_norm, const float* cos,
-                const float* sin, const int* slot, const int* pos, const int* at, bf16* cache_k, bf16* cache_v,
-                u32* counters, float* work, float eps, int rows, int cols, int slices, int layers, int slots,
-                int groups, int size, int pairs, int cached) {
+                const float* sin, const int* slot, const int* pos, const int* at, bf16* cache_k,
+                bf16* cache_v, u32* counters, float* work, float eps, int rows, int cols, int slices,
+                int layers, int slots, int groups, int size, int pairs, int cached) {
     int count = layers * 2 * groups;
     Heads all{size, count, count};
     Task task = make_task(rows, cols, all.tiles(), slices);

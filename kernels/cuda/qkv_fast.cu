@@ -30,8 +30,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     qkv_fast(const u16* wq, const u16* wkv, const bf16* x, const float* norm, const float* q_bias,
              const float* kv_bias, const float* q_norm, const float* k_norm, const float* cos,
              const float* sin, const int* slot, const int* pos, const int* at, bf16* cache_k, bf16* cache_v,
-             bf16* q, u32* counters, float* work, float eps, int rows, int cols, int slices, int heads, int groups,
-             int size, int pairs, int cached) {
+             bf16* q, u32* counters, float* work, float eps, int rows, int cols, int slices, int heads,
+             int groups, int size, int pairs, int cached) {
     Heads all{size, heads + 2 * groups, heads};
     Task task = make_task(rows, cols, all.tiles(), slices);
     KeepTile sink{task, all, work, counters};

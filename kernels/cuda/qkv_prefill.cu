@@ -65,9 +65,9 @@ extern "C" __global__ void __launch_bounds__(128)
             low.v[j] = to_bf16(p < 0 ? 0.f : turns ? a * c.v[j] - b * s.v[j] : a);
             high.v[j] = to_bf16(p < 0 ? 0.f : turns ? b * c.v[j] + a * s.v[j] : b);
         }
-        bf16* to = row < 0
-                       ? q + ((size_t)t * H + head) * HEAD
-                       : (row < G ? cache_k : cache_v) + (((size_t)own_slot * G + row % G) * S + own_row) * HEAD;
+        bf16* to =
+            row < 0 ? q + ((size_t)t * H + head) * HEAD
+                    : (row < G ? cache_k : cache_v) + (((size_t)own_slot * G + row % G) * S + own_row) * HEAD;
         low.template store<true>(to + at, LANE);
         high.template store<true>(to + HALF_HEAD + at, LANE);
     }
