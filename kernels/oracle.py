@@ -337,13 +337,12 @@ def stage(anchor, start, fresh, done, fill, ids, slot, pos, at, begin, end, row)
             begin[r], end[r] = start[n], start[n] + width
 
 
-def stage_context(start, fresh, slot, pos, at):
+def stage_context(start, fresh, slot, pos):
     """Rows of the context features that wait: slot n, positions start-fresh .. start-1, then inactive rows. fresh becomes 0."""
     width = len(slot) // len(start)
     for n in range(len(start)):
         for i in range(width):
             slot[n * width + i] = n
-            at[n * width + i] = start[n] - fresh[n] + i
             pos[n * width + i] = start[n] - fresh[n] + i if i < fresh[n] else -1
         fresh[n] = 0
 

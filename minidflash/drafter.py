@@ -3,25 +3,24 @@
 from .layers import run_layer
 
 
-def inject(ops, model, s, taps, address):
-    """KV injection: the context features of `taps` rows go to every drafter layer's cache.
+def inject(ops, model, s, taps, slot, pos):
+    """KV injection: the context features of `taps` rows go to every drafter layer's cache as key `pos` of the slot.
 
-    taps: A[T,C] rows of tapped target states. address: their slot, pos and at, i32[T] each. Rows with pos < 0 are not stored.
+    taps: A[T,C] rows of tapped target states. Rows with pos < 0 are not stored.
     """
     w, config = model.weights, model.config
     features = s.features[: len(taps)]
     ops.fuse(taps, w["fc"], w["hidden_norm"], config.eps, s.work, features)
     ops.inject(
-        features, w["kv"], w.get("kv_bias"), w["k_norm"], config.eps, *model.tables, *address, s.injected.k,
+        features, w["kv"], w.get("kv_bias"), w["k_norm"], config.eps, *model.tables, slot, pos, pos, s.injected.k,
         s.injected.v, s.work,
     )  # fmt: skip
 
 
 def inject_fresh(ops, model, s):
     """Inject the context features that wait: the kept rows of the verify passes since the last injection."""
-    address = s.context_slot, s.context_pos, s.context_at
-    ops.stage_context(s.start, s.fresh, *address)
-    inject(ops, model, s, s.taps[: s.slots * s.block], address)
+    ops.stage_context(s.start, s.fresh, s.context_slot, s.context_pos)
+    inject(ops, model, s, s.taps[: s.slots * s.block], s.context_slot, s.context_pos)
 
 
 def draft(ops, engine, s, drafted_rows):

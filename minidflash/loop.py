@@ -214,7 +214,7 @@ def prefill(engine, s, request):
         ops.upload(rows.tap_row, where - first)
         verifier.forward(ops, engine.target, s, rows, taps)
         if taps:
-            draft.inject(ops, engine.drafter, s, s.taps[:count], (rows.slot, rows.pos, rows.at))
+            draft.inject(ops, engine.drafter, s, s.taps[:count], rows.slot, rows.pos)
     last, pick, law, firsts = s.rows.first(count), device_ids(ops, [count - 1]), request.sampling, []
     for number in range(law.samples):
         law.place(ops, s, number)

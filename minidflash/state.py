@@ -93,7 +93,6 @@ class State:
     draft_rows: Rows | None
     context_slot: Any
     context_pos: Any
-    context_at: Any
     taps: Any
     features: Any
     caches: list
@@ -151,8 +150,7 @@ def make_state(ops, target, drafter, stop_ids, slots, ctx, block, chunk, rejects
         slots, ctx, block, chunk, **i32, stop=stop, masks=masks, drafts=drafts, choice=ops.array((count,), "i32"),
         record=ops.array((slots, 2 * block + 3), "i32"), key=ops.array((slots, 4), "i32"),
         law=ops.array((slots, 3), "f32"), logprob=ops.array((count, 2), "f32"), mass=mass, rows=rows,
-        draft_rows=draft_rows, context_slot=ops.array((wide,), "i32"), context_pos=ops.array((wide,), "i32"),
-        context_at=ops.array((wide,), "i32"), taps=taps, features=features,
+        draft_rows=draft_rows, context_slot=ops.array((wide,), "i32"), context_pos=ops.array((wide,), "i32"), taps=taps, features=features,
         caches=caches, injected=injected, work=work, memory=memory,
         drafter_caches=[Cache(k, v) for k, v in zip(injected.k, injected.v, strict=True)] if injected else [],
     )  # fmt: skip

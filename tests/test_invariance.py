@@ -46,9 +46,9 @@ def prefilled(engine, ids, monkeypatch):
     """Run prefill; returns its token, both models' caches of the prompt, the taps of every row."""
     ops, taps, inject = engine.ops, [], loop.draft.inject
 
-    def keeping(ops, model, s, rows, address):
+    def keeping(ops, model, s, rows, slot, pos):
         taps.append(ops.download(rows))
-        inject(ops, model, s, rows, address)
+        inject(ops, model, s, rows, slot, pos)
 
     monkeypatch.setattr(loop.draft, "inject", keeping)
     request = Request.of(engine, ids, {"max_tokens": 4, "block": 8, "verify": 8})
@@ -58,8 +58,8 @@ def prefilled(engine, ids, monkeypatch):
     finally:
         release(engine)
         monkeypatch.undo()
-    arrays = [part for cache in [*s.caches, s.injected] for part in (cache.k, cache.v)]
-    caches = [ops.download(array)[..., : len(ids), :] for array in arrays]
+    layers = [*s.caches, *s.drafter_caches]
+    caches = [np.stack([ops.download(getattr(c, kind))[..., : len(ids), :] for c in layers]) for kind in "kv"]
     return [np.array([first]), np.concatenate(taps), *caches]
 
 
@@ -80,6 +80,6 @@ def test_prefill_chunks(ops, pair, monkeypatch):
         found = prefilled(engine, ids, monkeypatch)
         assert len(found[1]) == len(ids)
         first = first or found
-        names = "token", "taps", "target K", "target V", "drafter K", "drafter V"
+        names = "token", "taps", "K of target and drafter", "V of target and drafter"
         for what, one, other in zip(names, first, found, strict=True):
             assert_same_bits(other, one, f"{what} at chunk {chunk}")

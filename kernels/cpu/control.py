@@ -26,12 +26,11 @@ def stage(backend, *args):
 
 
 @jit
-def _stage_context(start, fresh, slot, pos, at):
+def _stage_context(start, fresh, slot, pos):
     width = len(slot) // len(start)
     for n in range(len(start)):
         for i in range(width):
             slot[n * width + i] = n
-            at[n * width + i] = start[n] - fresh[n] + i
             pos[n * width + i] = start[n] - fresh[n] + i if i < fresh[n] else -1
         fresh[n] = 0
 

@@ -26,15 +26,13 @@ extern "C" __global__ void stage(const int* anchor, const int* start, const int*
 }
 
 /* Addresses of the context features that wait; then none does. */
-extern "C" __global__ void stage_context(const int* start, int* fresh, int* slot, int* pos, int* at,
-                                         int width) {
+extern "C" __global__ void stage_context(const int* start, int* fresh, int* slot, int* pos, int width) {
     griddep_launch();
     griddep_wait();
     int n = blockIdx.x, count = fresh[n];
     __syncthreads();  // all have read it
     for (int i = threadIdx.x; i < width; i += blockDim.x) {
         slot[n * width + i] = n;
-        at[n * width + i] = start[n] - count + i;
         pos[n * width + i] = i < count ? start[n] - count + i : -1;
     }
     if (threadIdx.x == 0) fresh[n] = 0;

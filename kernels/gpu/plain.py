@@ -178,8 +178,8 @@ def stage(backend, anchor, start, fresh, done, fill, ids, slot, pos, at, begin, 
     _control(backend, "stage", slots, args)
 
 
-def stage_context(backend, start, fresh, slot, pos, at):
-    args = [start, fresh, slot, pos, at, len(slot) // len(start)]
+def stage_context(backend, start, fresh, slot, pos):
+    args = [start, fresh, slot, pos, len(slot) // len(start)]
     _control(backend, "stage_context", len(start), args)
 
 

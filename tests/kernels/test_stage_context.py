@@ -20,8 +20,6 @@ def test_rows(ops, start, fresh, width):
         positions += [*range(end - count, end)] + [-1] * (width - count)
     assert got["slot"].tolist() == slots
     assert got["pos"].tolist() == positions
-    is_active = got["pos"] >= 0
-    assert (got["at"] == got["pos"])[is_active].all() and (got["at"] >= 0).all()
     assert got["fresh"].tolist() == [0] * len(start)
     for name, value in truth("stage_context", case, T=len(start) * width).items():
         assert got[name].tolist() == value.tolist(), name
