@@ -93,23 +93,23 @@ def pair(args):
                 "note": "the default target is not here yet: the first generate fetches it (93 MB)",
             }
         raise
-    target = read_target(files.config, files.generation)
+    target = read_target(files.config, files.generation, files.tensors)
     bound = names.bind_target(target, files.tensors)
     found = {"target": facts(files, target), "drafter": None}
     weights, drafter = weight_bytes(bound), None
     wanted = args.drafter or ("default" if is_default else "none")
     if wanted != "none":
         files = open_checkpoint(wanted, "drafter", None, args.offline)
-        drafter = read_drafter(files.config)
+        drafter = read_drafter(files.config, files.tensors)
         bound = names.bind_drafter(drafter, files.tensors)
         check_pair(target, drafter)
         found["drafter"] = facts(files, drafter)
         weights += weight_bytes(bound)
     ops = open_ops(args.backend, args.activations)
-    limit = context_length(target, drafter, args.ctx)
-    chunk = args.prefill_chunk or min(ops.prefill_chunk, limit)
+    limit = context_length(target, args.ctx)
+    chunk = args.prefill_chunk or ops.prefill_chunk
     ctx = args.ctx or fitting_context(ops, target, drafter, limit, weights, chunk)
-    memory = {"weights": weights, **needed(ops, target, drafter, ctx, args.block, chunk)}
+    memory = {"weights": weights, **needed(ops, target, drafter, ctx, args.block, min(chunk, ctx))}
     found["memory"] = {
         "ctx": ctx, "limit": limit, "backend": ops.name, "activations": ops.activations, "bytes": memory, "total": sum(memory.values()),
     }  # fmt: skip
