@@ -4,6 +4,7 @@ from functools import cache
 
 MOST_THREADS = 1024  # that NUMBA_NUM_THREADS may ask for where there are fewer cores
 
+
 def open_ops(name="auto", activations=None, device=0, **options):
     """Kernels of one backend.
 

@@ -117,7 +117,9 @@ class Reader:
         """How many layers; of each there are tensors, so lists and tables of a false number are never made."""
         layers = self.number("layers", "num_hidden_layers", int, 1)
         if self.tensors is not None and layers > len(self.tensors):
-            self.refuse("num_hidden_layers", layers, f"fewer: the files hold {len(self.tensors)} tensors in all")
+            self.refuse(
+                "num_hidden_layers", layers, f"fewer: the files hold {len(self.tensors)} tensors in all"
+            )
         return layers
 
     def rope(self):

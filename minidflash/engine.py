@@ -134,7 +134,8 @@ def context_length(target, asked):
     """
     if asked is not None and not 1 <= asked <= target.max_positions:
         raise UserError(
-            f"context of {told(asked)} positions: the target allows 1 to {target.max_positions}", "change --ctx"
+            f"context of {told(asked)} positions: the target allows 1 to {target.max_positions}",
+            "change --ctx",
         )
     return asked or target.max_positions
 
@@ -148,7 +149,9 @@ def notes_on(target, tokenizer):
     first, text = beyond[0]
     ids = "an id" if len(beyond) == 1 else f"{len(beyond)} ids"
     which = "" if len(beyond) == 1 else "the first is "
-    return [f"the tokenizer knows {ids} that the model has no row for, {which}{first} {told(text)}: refused when used"]
+    return [
+        f"the tokenizer knows {ids} that the model has no row for, {which}{first} {told(text)}: refused when used"
+    ]
 
 
 def build(ops, config, bound, positions, progress=None):

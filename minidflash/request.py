@@ -63,7 +63,9 @@ class Request:
         ids = prompt_ids(engine, prompt, o)
         check_room(engine, len(ids), o["max_tokens"], drafts)
         told_back = {name: o[name] for name in given}
-        return cls(ids, o["max_tokens"], o["stop"], o["ignore_eos"], block, verify, drafts, law, told_back, begun)
+        return cls(
+            ids, o["max_tokens"], o["stop"], o["ignore_eos"], block, verify, drafts, law, told_back, begun
+        )
 
 
 def _plain(engine, options):
@@ -81,7 +83,9 @@ def _plain(engine, options):
     if o["system"] is not None:
         instance("system", o["system"], str, "a text")
     if o["template_args"] is not None:
-        o["template_args"] = dict(instance("template_args", o["template_args"], Mapping, "names and their values"))
+        o["template_args"] = dict(
+            instance("template_args", o["template_args"], Mapping, "names and their values")
+        )
         for name in o["template_args"]:
             instance("template_args", name, str, "names that are texts")
     for stop in instance("stop", o["stop"], (list, tuple, str), "a list of texts"):
@@ -98,7 +102,8 @@ def check_room(engine, count, max_tokens, drafts):
     if need > engine.ctx:
         shorter = "lower --max-tokens" if count < engine.ctx else "shorten the prompt"
         raise UserError(
-            f"{words}, {engine.ctx} are there", f"raise --ctx or {shorter}" if engine.ctx < longest else shorter
+            f"{words}, {engine.ctx} are there",
+            f"raise --ctx or {shorter}" if engine.ctx < longest else shorter,
         )
     drafted = drafts and engine.drafter.config.max_positions  # 0: not stated
     if drafted and need > drafted:
@@ -129,7 +134,10 @@ def prompt_ids(engine, prompt, options):
         text = engine.tokenizer.backend.id_to_token(bad) if is_known else None
         words, hint = f"token {told(bad)}", None
         if text is not None:
-            words, hint = f"{words} {told(text)}", "leave it out of the prompt: this model was not made for it"
+            words, hint = (
+                f"{words} {told(text)}",
+                "leave it out of the prompt: this model was not made for it",
+            )
         raise UserError(f"{words} is outside 0 to {rows - 1}, the ids that the target embeds", hint)
     return ids
 

@@ -86,4 +86,3 @@ class Sampling:
         law[1] = max(law[1], np.finfo(np.float32).tiny)  # the likeliest token stays
         ops.upload(s.key, np.tile(words.view(np.int32), (s.slots, 1)))
         ops.upload(s.law, np.tile(law, (s.slots, 1)))
-
