@@ -38,8 +38,8 @@ def child(q, e):
         except md.UserError as error: q.put(f"{error.code} {error} {error.hint}")
 context = mp.get_context("fork")
 q = context.Queue(); p = context.Process(target=child, args=(q, e)); p.start()
-print(q.get(timeout=100), q.get(timeout=100), sep="\\n")
-p.join(60); print(p.exitcode)
+p.join(200); print(p.exitcode)
+for _ in range(2): print(q.get(timeout=5))
 if e: print(md.generate(e, [9, 5], max_tokens=3).tokens)  # the parent's are as before
 """
 
@@ -50,13 +50,13 @@ if e: print(md.generate(e, [9, 5], max_tokens=3).tokens)  # the parent's are as 
 def test_f101_a_forked_process_works_or_says_spawn(tmp_path, how, layer):
     done = python(FORK, *automaton.build(tmp_path, "FX-B"), how, NUMBA_THREADING_LAYER=layer)
     said = done.stdout.splitlines()
-    assert len(said) in (3, 4), done.stderr
+    assert said[0] == "0", done.stderr
     if layer == "omp" and how != "import":
-        for line in said[:2]:
+        for line in said[1:3]:
             assert line.startswith("3 this process was forked") and "spawn" in line
     else:
-        assert said[:2] == ["[20, 20, 20]", "64"]
-    assert said[2:] == ["0", "[20, 20, 20]"][: len(said) - 2]
+        assert said[1:3] == ["[20, 20, 20]", "64"]
+    assert said[3:] == ([] if how == "import" else ["[20, 20, 20]"])
 
 
 def test_f101_what_a_backend_says_it_loses_is_refused_in_the_child_only(tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ from tests.test_contract import edit
 @pytest.mark.parametrize(
     ("which", "keys", "words"),
     [
+        (0, {"num_hidden_layers": 5000}, "num_hidden_layers is 5000, need fewer: the files hold 39 tensors"),
         (0, {"num_hidden_layers": 10**7}, "num_hidden_layers is 10000000, need fewer: the files hold 39 tensors"),
         (0, {"num_hidden_layers": 2**52}, "num_hidden_layers is 4503599627370496"),
         (1, {"num_hidden_layers": 10**8, "layer_types": None}, "num_hidden_layers is 100000000, need fewer"),
