@@ -70,7 +70,9 @@ def parameters_with(values, few, backends=None, activations=("f32", "bf16")):
 
 def only_gpu_tests_skip(report, node):
     """In CI a skip is a failure, so that a green run has run everything: only tests with the mark `gpu` may skip."""
-    is_skip = report.skipped and not hasattr(report, "wasxfail")  # an expected failure is reported as skipped too
+    is_skip = report.skipped and not hasattr(
+        report, "wasxfail"
+    )  # an expected failure is reported as skipped too
     if is_skip and os.environ.get("CI") and not any(node.iter_markers("gpu")):
         report.outcome = "failed"
         report.longrepr = f"skipped in CI, where only tests marked gpu may be: {report.longrepr[2]}"

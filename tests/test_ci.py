@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-TESTS = '''
+TESTS = """
 import pytest
 
 def test_runs():
@@ -22,7 +22,7 @@ def test_needs_a_gpu():
 @pytest.mark.xfail(strict=True)
 def test_is_known_to_fail():
     assert False
-'''
+"""
 SKIPS = {
     "in a test": "import pytest\n\ndef test_it():\n    pytest.skip('no tool here')\n",
     "in a fixture": "import pytest\n\n@pytest.fixture\ndef tool():\n    pytest.skip('no tool here')\n\ndef test_it(tool):\n    pass\n",
@@ -34,9 +34,21 @@ SKIPS = {
 def run(folder, ci):
     """(exit code, output) of pytest over a folder of its own, with this project's conftest."""
     env = {key: value for key, value in os.environ.items() if key != "CI"}
-    env |= {"PYTHONPATH": os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")])} | ({"CI": "true"} if ci else {})
+    env |= {"PYTHONPATH": os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")])} | (
+        {"CI": "true"} if ci else {}
+    )
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = gpu: needs one\n")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", "-p", "no:cacheprovider", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "tests.conftest",
+        "-p",
+        "no:cacheprovider",
+        str(folder),
+    ]
     done = subprocess.run(command, check=False, cwd=folder, env=env, capture_output=True, text=True)
     return done.returncode, done.stdout
 
