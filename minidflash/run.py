@@ -145,6 +145,10 @@ def run(engine, request, args, interrupt, trace=None):
             if is_streaming:
                 is_first = len(rounds) == 1 or rounds[-2].sample != r.sample
                 write(BETWEEN * (is_first and r.sample > 0) + shown(r.text, r.tokens, is_first))
+    except UserError:
+        if rounds and is_streaming:  # what came is the target's own; the error begins a line
+            write("\n")
+        raise
     except KeyboardInterrupt:  # before the first token
         reason = "interrupted"
     result = finish(engine, request, rounds, timing, reason)
