@@ -43,8 +43,8 @@ def folder(kind):
     try:
         for level in levels:
             level.mkdir(0o700, parents=True, exist_ok=True)
-            if why := not_private(level):
-                say_once(f"{level} {why}, so compiled code is not kept there", remedy(level))
+            if found := not_private(level):
+                say_once(f"{found[0]}, so compiled code is not kept there", found[1])
                 return None
         return path if os.access(path, os.W_OK | os.X_OK) else None
     except OSError:
@@ -52,21 +52,18 @@ def folder(kind):
 
 
 def not_private(path):
-    """Why others may have put things into a folder or file, in words; None where they cannot.
+    """Why others may have put things into a folder or file, and what to type: two strings; None where they cannot.
 
     The user and the superuser may own it, nobody else may write it. Errors: OSError. Systems without owners: None.
     """
     if not hasattr(os, "geteuid"):
         return None
-    found = os.stat(path)
+    found, own = os.stat(path), "set MINIDFLASH_CACHE to a folder of your own"
     if found.st_uid not in (os.geteuid(), 0):
-        return f"belongs to another user (uid {found.st_uid})"
-    return "can be written by others" if found.st_mode & 0o022 else None
-
-
-def remedy(path):
-    """What to type when `path` is not private."""
-    return f"chmod -R go-w '{path}' if its contents are yours, or set MINIDFLASH_CACHE to a folder of your own"
+        return f"{path} belongs to another user (uid {found.st_uid})", own
+    if found.st_mode & 0o022:
+        return f"{path} can be written by others", f"chmod -R go-w '{path}' if its contents are yours, or {own}"
+    return None
 
 
 def say_once(what, remedy):
