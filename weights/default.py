@@ -109,7 +109,7 @@ def _check_space(folder, needed_mb):
 
 
 def _no_space(cache, reason):
-    hint = f"free some space ({FETCHED_MB} MB are needed), or set MINIDFLASH_CACHE to a folder on another disk"
+    hint = f"free some space ({FETCHED_MB} MB are needed), or set MINIDFLASH_CACHE to another disk"
     return UserError(f"no space for the default target in {cache}: {reason}", hint, code=3)
 
 

@@ -26,8 +26,9 @@ def describe(folder, weights):
     for path in folder.iterdir():
         path.chmod(0o644)
     files = {path.name: _entry(path) for path in sorted(folder.iterdir())}
-    with (folder / weights).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-        _write(folder, {"files": files, "sum": content_sum(mapped)})
+    with (folder / weights).open("rb") as file:
+        total = content_sum(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    _write(folder, {"files": files, "sum": total})
 
 
 def _entry(path):
