@@ -51,10 +51,11 @@ def folder(kind):
         return None
 
 
-def not_private(path):
+def not_private(path, whole=None):
     """Why others may have put things into a folder or file, and what to type: two strings; None where they cannot.
 
-    The user and the superuser may own it, nobody else may write it. Errors: OSError. Systems without owners: None.
+    whole: the folder that the remedy is for, default path. The user and the superuser may own it, nobody else may
+    write it. Errors: OSError. Systems without owners: None.
     """
     if not hasattr(os, "geteuid"):
         return None
@@ -62,7 +63,7 @@ def not_private(path):
     if found.st_uid not in (os.geteuid(), 0):
         return f"{path} belongs to another user (uid {found.st_uid})", own
     if found.st_mode & 0o022:
-        mend = f"chmod -R go-w '{path}' if its contents are yours, or {own}"
+        mend = f"chmod -R go-w '{whole or path}' if its contents are yours, or {own}"
         return f"{path} can be written by others", mend
     return None
 

