@@ -129,7 +129,9 @@ def test_what_others_can_change_is_refused_and_left_alone(small, monkeypatch, na
         give_away(path, monkeypatch)
     before = contents(small / default.FOLDER)
     for offline in (False, True):
-        remedy = f"chmod -R go-w '{small / default.FOLDER}'" if kind == "writable" else "belongs to another user"
+        remedy = (
+            f"chmod -R go-w '{small / default.FOLDER}'" if kind == "writable" else "belongs to another user"
+        )
         refused(str(small), "MINIDFLASH_CACHE", remedy, offline=offline)
     assert contents(small / default.FOLDER) == before
 
