@@ -78,6 +78,7 @@ def load(
     """
     from minidflash.kernels import open_ops
     from minidflash.weights import names, open_checkpoint
+    from minidflash.weights.manifest import start_check
 
     from .tokenizer import open_tokenizer
 
@@ -93,6 +94,7 @@ def load(
     files = open_checkpoint(target, "target", revision, offline, progress)
     config = read_target(files.config, files.generation, files.tensors)
     bound = names.bind_target(config, files.tensors)
+    check_contents = start_check(files) if files.name == "default" else None  # while they are read
     draft_config = draft_bound = draft_files = None
     if drafter is not None:
         draft_files = open_checkpoint(drafter, "drafter", None, offline, progress)
@@ -115,6 +117,8 @@ def load(
     draft_model = None
     if draft_config is not None:
         draft_model = build(ops, draft_config, draft_bound, draft_config.context(ctx) + WIDEST, progress)
+    if check_contents:
+        check_contents()
     engine = Engine(
         ops=ops, target=model, drafter=draft_model, tokenizer=tokenizer, stop_ids=stop_ids,
         target_name=str(target), drafter_name=None if drafter is None else str(drafter), ctx=ctx,

@@ -24,10 +24,11 @@ def info(args, interrupt=None):
 
 def machine():
     """Processor, cores that this process may use, memory in bytes, Python, cache folder."""
-    from minidflash.weights.default import cache_folder
+    from minidflash.kernels.diskcache import cache_folder
 
     from .fit import free_memory
 
+    cache = cache_folder()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     try:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -35,7 +36,7 @@ def machine():
         memory = None
     return {
         "system": platform.system(), "processor": _processor(), "cores": cores, "memory_bytes": memory,
-        "free_memory_bytes": free_memory(), "python": platform.python_version(), "cache": str(cache_folder()),
+        "free_memory_bytes": free_memory(), "python": platform.python_version(), "cache": cache and str(cache),
     }  # fmt: skip
 
 
@@ -137,7 +138,7 @@ def lines(found):
     total, free = (amount(m[key]) if m[key] else "unknown" for key in ("memory_bytes", "free_memory_bytes"))
     yield f"minidflash {found['minidflash']}, Python {m['python']}, {m['system']}"
     yield f"machine     {m['processor']}, {m['cores']} cores, {total} memory, {free} free"
-    yield f"cache       {m['cache']}"
+    yield f"cache       {m['cache'] or 'none: no home folder is known, set MINIDFLASH_CACHE'}"
     yield "packages    " + ", ".join(f"{k} {v or 'not installed'}" for k, v in found["packages"].items())
     yield "backends"
     for name, why_not in found["backends"].items():
