@@ -24,10 +24,11 @@ def info(args, interrupt=None):
 
 def machine():
     """Processor, cores that this process may use, memory in bytes, Python, cache folder."""
-    from minidflash.weights.default import cache_folder
+    from minidflash.kernels.diskcache import cache_folder
 
     from .fit import free_memory
 
+    cache = cache_folder()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     try:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -35,7 +36,7 @@ def machine():
         memory = None
     return {
         "system": platform.system(), "processor": _processor(), "cores": cores, "memory_bytes": memory,
-        "free_memory_bytes": free_memory(), "python": platform.python_version(), "cache": str(cache_folder()),
+        "free_memory_bytes": free_memory(), "python": platform.python_version(), "cache": cache and str(cache),
     }  # fmt: skip
 
 
@@ -93,23 +94,23 @@ def pair(args):
                 "note": "the default target is not here yet: the first generate fetches it (93 MB)",
             }
         raise
-    target = read_target(files.config, files.generation)
+    target = read_target(files.config, files.generation, files.tensors)
     bound = names.bind_target(target, files.tensors)
     found = {"target": facts(files, target), "drafter": None}
     weights, drafter = weight_bytes(bound), None
     wanted = args.drafter or ("default" if is_default else "none")
     if wanted != "none":
         files = open_checkpoint(wanted, "drafter", None, args.offline)
-        drafter = read_drafter(files.config)
+        drafter = read_drafter(files.config, files.tensors)
         bound = names.bind_drafter(drafter, files.tensors)
         check_pair(target, drafter)
         found["drafter"] = facts(files, drafter)
         weights += weight_bytes(bound)
     ops = open_ops(args.backend, args.activations)
-    limit = context_length(target, drafter, args.ctx)
-    chunk = args.prefill_chunk or min(ops.prefill_chunk, limit)
+    limit = context_length(target, args.ctx)
+    chunk = args.prefill_chunk or ops.prefill_chunk
     ctx = args.ctx or fitting_context(ops, target, drafter, limit, weights, chunk)
-    memory = {"weights": weights, **needed(ops, target, drafter, ctx, args.block, chunk)}
+    memory = {"weights": weights, **needed(ops, target, drafter, ctx, args.block, min(chunk, ctx))}
     found["memory"] = {
         "ctx": ctx, "limit": limit, "backend": ops.name, "activations": ops.activations, "bytes": memory, "total": sum(memory.values()),
     }  # fmt: skip
@@ -137,7 +138,7 @@ def lines(found):
     total, free = (amount(m[key]) if m[key] else "unknown" for key in ("memory_bytes", "free_memory_bytes"))
     yield f"minidflash {found['minidflash']}, Python {m['python']}, {m['system']}"
     yield f"machine     {m['processor']}, {m['cores']} cores, {total} memory, {free} free"
-    yield f"cache       {m['cache']}"
+    yield f"cache       {m['cache'] or 'none: no home folder is known, set MINIDFLASH_CACHE'}"
     yield "packages    " + ", ".join(f"{k} {v or 'not installed'}" for k, v in found["packages"].items())
     yield "backends"
     for name, why_not in found["backends"].items():

@@ -8,6 +8,7 @@ from pathlib import Path
 from .errors import UserError
 from .options import load_keywords, sampling_wishes
 from .terminal import Interrupt, Progress, is_terminal, say, write
+from .values import told
 
 BETWEEN = "\n\n"  # two samples
 EXAMPLE = 'minidflash generate "Why is the sky blue?"'
@@ -55,10 +56,10 @@ def read_prompt(args):
         if args.prompt is not None:
             raise UserError("a prompt and --tokens are two prompts", "leave out one of them")
         words = args.tokens.split()
-        bad = [word for word in words if not (word.isascii() and word.isdigit())]
+        bad = [word for word in words if not (word.isascii() and word.isdigit() and len(word) < 20)]
         if bad:
             raise UserError(
-                f"--tokens: {bad[0]!r} is no token id", 'ids are parted by spaces: --tokens "5 9 9"'
+                f"--tokens: {told(bad[0])} is no token id", 'ids are parted by spaces: --tokens "5 9 9"'
             )
         return [int(word) for word in words]
     text = args.prompt
@@ -93,6 +94,8 @@ def open_engine(args, **keywords):
 
     with Progress(is_terminal(sys.stderr) and not args.quiet) as show:
         engine = load(**load_keywords(args), **keywords, progress=show)
+    for note in [] if args.quiet else engine.notes:
+        say(f"minidflash: {note}")
     if args.verbose:
         say(f"{engine.ops.name}, {engine.ops.activations}, context {engine.ctx}; loaded in {engine.load_s:.2f} s, "
             f"kernels ready in {engine.jit_s:.2f} s")  # fmt: skip
@@ -110,8 +113,6 @@ def show_prompt(engine, prompt, request):
 
 def warn(args, engine, request):
     """What a user should know before the text comes, each on one line of stderr."""
-    from .engine import context_length
-
     if args.quiet:
         return
     if args.drafter is None and engine.drafter is None:
@@ -120,7 +121,7 @@ def warn(args, engine, request):
         trained = engine.drafter.config.block
         say(f"minidflash: block {request.block} is wider than the {trained} this drafter was trained on: expect fewer "
             "accepted drafts")  # fmt: skip
-    allowed = context_length(engine.target.config, engine.drafter and engine.drafter.config, None)
+    allowed = engine.target.config.max_positions
     if args.ctx is None and engine.ctx < allowed:
         say(
             f"minidflash: context {engine.ctx} of {allowed} positions: what memory holds (--ctx N takes more)"
@@ -134,7 +135,7 @@ def run(engine, request, args, interrupt, trace=None):
     from .loop import finish, rounds_of
     from .stats import Timing
 
-    timing, rounds, is_streaming = Timing(), [], not (args.json or args.no_stream)
+    timing, rounds, reason, is_streaming = Timing(), [], None, not (args.json or args.no_stream)
     try:
         for r in rounds_of(engine, request, timing):
             interrupt.engine = engine  # from now on the round is finished first
@@ -149,10 +150,8 @@ def run(engine, request, args, interrupt, trace=None):
             write("\n")
         raise
     except KeyboardInterrupt:  # before the first token
-        interrupt.count = max(1, interrupt.count)
-    is_whole = rounds and rounds[-1].finish_reason and rounds[-1].sample == request.sampling.samples - 1
-    is_cut = interrupt.count and not is_whole
-    result = finish(engine, request, rounds, timing, "interrupted" if is_cut else None)
+        reason = "interrupted"
+    result = finish(engine, request, rounds, timing, reason)
     if not args.json and request.max_tokens:
         told = result.samples or [{"text": result.text, "tokens": result.tokens}]
         texts = [shown(one["text"], one["tokens"]) for one in told]

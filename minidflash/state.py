@@ -105,8 +105,8 @@ class State:
 def make_state(ops, target, drafter, stop_ids, slots, ctx, block, chunk, rejects=False):
     """Allocate a State.
 
-    target, drafter: configs (drafter None: plain decoding, block 1). ctx: positions a slot may use; the caches hold
-    ctx + block rows, since the last block may overshoot. chunk: rows of one prefill pass. rejects: drafts are drawn, so their laws are kept. Errors: MemoryError.
+    target, drafter: configs (drafter None: plain decoding, block 1). ctx: positions a slot may use, fewer where the
+    drafter was made for fewer; the caches hold block rows more, since the last block may overshoot. chunk: rows of one prefill pass. rejects: drafts are drawn, so their laws are kept. Errors: MemoryError.
     """
     wide = slots * block
     count = max(chunk, wide)
@@ -130,7 +130,8 @@ def make_state(ops, target, drafter, stop_ids, slots, ctx, block, chunk, rejects
         taps = ops.array((count, columns), "A")
         features = ops.array((count, drafter.width), "A")
         # One array for all layers, so one S: a ring where all of them slide.
-        longest = max(cache_rows(window, room, newest, cut) for window in drafter.windows)
+        own = drafter.context(ctx) + block
+        longest = max(cache_rows(window, own, newest, cut) for window in drafter.windows)
         injected = _cache(ops, drafter.layers, slots, drafter.kv_heads, longest, drafter.head_size)
         stacked = 2 * drafter.layers * drafter.kv_heads * drafter.head_size
         needs += _work_needs(drafter, wide, wide)[:-1]

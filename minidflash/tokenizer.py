@@ -70,7 +70,10 @@ class Tokenizer:
             self.stop_ids = frozenset([stop])
         added = backend.get_added_tokens_decoder()
         self._hidden = frozenset(i for i, token in added.items() if token.special)
-        self._has_byte_tokens = '"ByteFallback"' in backend.to_str()
+        # Not the whole tokenizer as text: that takes a step for every number up to the largest id.
+        self._has_byte_tokens = (
+            backend.decoder is not None and b'"ByteFallback"' in backend.decoder.__getstate__()
+        )
 
     @property
     def has_chat_template(self):
