@@ -58,8 +58,11 @@ def prefilled(engine, ids, monkeypatch):
     finally:
         release(engine)
         monkeypatch.undo()
-    layers = [*s.caches, *s.drafter_caches]
-    caches = [np.stack([ops.download(getattr(c, kind))[..., : len(ids), :] for c in layers]) for kind in "kv"]
+    caches = [
+        np.stack([ops.download(getattr(cache, kind))[..., : len(ids), :] for cache in layers])
+        for layers in (s.caches, s.drafter_caches)
+        for kind in "kv"
+    ]
     return [np.array([first]), np.concatenate(taps), *caches]
 
 
@@ -80,6 +83,6 @@ def test_prefill_chunks(ops, pair, monkeypatch):
         found = prefilled(engine, ids, monkeypatch)
         assert len(found[1]) == len(ids)
         first = first or found
-        names = "token", "taps", "K of target and drafter", "V of target and drafter"
+        names = "token", "taps", "target K", "target V", "drafter K", "drafter V"
         for what, one, other in zip(names, first, found, strict=True):
             assert_same_bits(other, one, f"{what} at chunk {chunk}")
