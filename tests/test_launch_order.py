@@ -35,7 +35,9 @@ def told(engine, name):
     rounds = list(md.stream(engine, PROMPT, max_tokens=6, **options))
     words = [(r.tokens, r.drafted, r.accepted, r.finish_reason, r.logprobs) for r in rounds]
     s = engine.state
-    return words, [engine.ops.download(a) for a in (s.cache_k, s.cache_v, s.drafter_k, s.drafter_v) if a is not None]
+    return words, [
+        engine.ops.download(a) for a in (s.cache_k, s.cache_v, s.drafter_k, s.drafter_v) if a is not None
+    ]
 
 
 @pytest.fixture(scope="module")
