@@ -9,7 +9,15 @@ import pytest
 from tests.cases import check, run, slip
 from tests.conftest import parameters
 from tests.fast_rows import C_NORMED, C, Fast
-from tests.kernels import test_fuse, test_gate_up, test_head_logits, test_inject, test_qkv, test_reject, test_rows
+from tests.kernels import (
+    test_fuse,
+    test_gate_up,
+    test_head_logits,
+    test_inject,
+    test_qkv,
+    test_reject,
+    test_rows,
+)
 from tests.kernels.test_fast_bits import CUTS, cut  # noqa: F401 a fixture
 from tests.kernels.test_fast_prefill import Prompt, frame  # noqa: F401 a fixture
 
@@ -75,7 +83,10 @@ def test_draws_are_from_the_logits_of_that_eps(ops, rng, name):
     if name == "reject":
         _, case = test_reject.random_case(ops, rng, 1, 12, 12, 40, 77)
     case = case | {"eps": EPS}
-    case["law"], case["key"] = np.float32([[1, 1, 0]] * len(case["law"])), case["key"] * np.int32([1, 1, 1, 0])  # no filter
+    case["law"], case["key"] = (
+        np.float32([[1, 1, 0]] * len(case["law"])),
+        case["key"] * np.int32([1, 1, 1, 0]),
+    )  # no filter
     got = run(Fast(ops, name), name, case)
     part = {what: case[what] for what in ("x", "norm", "eps", "w")}
     logits = run(Fast(ops, "head_logits"), "head_logits", part)["logits"].astype(np.float64)
