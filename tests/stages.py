@@ -157,7 +157,7 @@ class Reference:
     def logits(self, ids):
         """The target's, after every id of a text: (T, V)."""
         c, w, eps, count = self.target, self.target_w, self.target["rms_norm_eps"], len(ids)
-        heads, groups, size = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
+        size = c["head_dim"]
         x, where = self.embed[ids], np.arange(count)
         mask = where[None] <= where[:, None]
         for i in range(c["num_hidden_layers"]):

@@ -105,10 +105,10 @@ def test_whole_runs_are_float64s(ops, case, tmp_path):
         tmp_path, "grouped", family="qwen3" if case == "yarn" else "llama", **CASES[case]
     )
     engine = md.load(
-        str(target), drafter=str(drafter), backend=ops.name, activations="f32", ctx=128, warm=False
+        str(target), drafter=str(drafter), backend=ops.name, activations="f32", ctx=256, warm=False
     )
     assert assert_run_is_float64(engine, 12) >= 8
-    compare_stages(engine, PROMPT, rounds=1)
+    compare_stages(engine, PROMPT, rounds=2)
 
 
 @pytest.mark.parametrize("case", ["biases", "both"])
@@ -117,8 +117,8 @@ def test_on_the_fast_kernels_too(case, tmp_path):
     open_or_skip("emulate", "bf16")
     target, drafter = write_random(tmp_path, "fast", **CASES[case])
     engine = md.load(
-        str(target), drafter=str(drafter), backend="emulate", activations="bf16", ctx=128, warm=False
+        str(target), drafter=str(drafter), backend="emulate", activations="bf16", ctx=256, warm=False
     )
-    compare_stages(engine, PROMPT, rounds=1, tolerance=0.03)
+    compare_stages(engine, PROMPT, rounds=2, tolerance=0.03)
     variants = engine.ops.backend.variants
     assert {variants[row] for row in ("qkv", "attend", "linear_add", "gate_up", "head")} == {"fast"}
