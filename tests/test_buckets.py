@@ -22,7 +22,9 @@ BORDER, BLOCK, TOKENS = LEAF, 8, 34
 def engine(tmp_path_factory):
     open_or_skip("emulate", "bf16")
     target, drafter = write_random(tmp_path_factory.mktemp("pair"), "fast")
-    return md.load(str(target), drafter=str(drafter), backend="emulate", activations="bf16", ctx=512, warm=False)
+    return md.load(
+        str(target), drafter=str(drafter), backend="emulate", activations="bf16", ctx=512, warm=False
+    )
 
 
 @contextmanager

@@ -7,9 +7,12 @@ those that have a wait.
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
+import numpy as np
 import pytest
 from minidflash.kernels import source
+from minidflash.kernels.emulate import EmulatedDevice
 from minidflash.kernels.gpu import split
 
 import minidflash as md
@@ -17,6 +20,7 @@ from tests.compare import assert_same_bits
 from tests.conftest import open_or_skip
 from tests.random_pair import write_random
 
+SAMPLE = Path(__file__).parent / "kernels" / "samples" / "grid.cu"
 PROMPT = [5, 9, 17, 3, 70, 41, 2, 2, 60]  # three chunks
 RUNS = {
     "greedy": {"verify": 4}, "plain": {"drafter": None},
@@ -101,3 +105,20 @@ def test_every_kernel_that_waits_was_launched_so(runs):
             waiting.update(source.kernel_names(path.read_text(encoding="utf-8")))
     launched = set().union(*(runs(way)[2] for way in WAYS))
     assert launched == waiting and len(waiting) > 15
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_what_lets_its_successor_start_early_covers_nothing(late):
+    """The third launch may then start while the first one writes; behind a kernel that waits first it may not."""
+    open_or_skip("emulate", "f32")
+    device = EmulatedDevice()
+    x, weight, other = np.arange(100, dtype=np.float32), np.ones(100, np.float32), np.zeros(32, np.float32)
+    y, z = np.zeros(100, np.float32), np.zeros(100, np.float32)
+
+    def run(name, grid, args, dependent=True, **defines):
+        device.launch(device.function(SAMPLE, name, defines), grid, 32, 0, args, dependent=dependent)
+
+    run("produce", 4, [x, y, 100], dependent=False)
+    run("between", 1, [other], LATE=late)
+    run("consume", 4, [weight, y, z, 100], TOO_EARLY=1)
+    assert (z == 1 + 2 * x).all() if late else np.isnan(z).all()

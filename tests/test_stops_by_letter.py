@@ -22,7 +22,10 @@ def test_every_text_of_two_letters(stops):
     """Token by token, against a look at the whole text; empty pieces are tokens that showed nothing yet."""
     for text in map("".join, itertools.product("ab", repeat=7)):
         for gaps in ((), (0,), (3, 4), range(7)):
-            stop, pieces = StopText(stops), [piece for i, c in enumerate(text) for piece in [""] * (i in gaps) + [c]]
+            stop, pieces = (
+                StopText(stops),
+                [piece for i, c in enumerate(text) for piece in [""] * (i in gaps) + [c]],
+            )
             count = next((n for n, piece in enumerate(pieces) if stop.push(piece)), None)
             ends = [text.find(word) + len(word) for word in stops if word in text]
             assert stop.is_found == bool(ends), (text, gaps)
@@ -40,7 +43,13 @@ def engine(tmp_path_factory):
     empty = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor"))
     model = {"type": "WordLevel", "vocab": {letter: i for i, letter in enumerate(LETTERS)}, "unk_token": "!"}
     split = {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False}
-    whole = {"version": "1.0", **empty, "added_tokens": [], "pre_tokenizer": split, "decoder": {"type": "Fuse"}}
+    whole = {
+        "version": "1.0",
+        **empty,
+        "added_tokens": [],
+        "pre_tokenizer": split,
+        "decoder": {"type": "Fuse"},
+    }
     (target / "tokenizer.json").write_text(json.dumps(whole | {"model": model}))
     config = {"eos_token": LETTERS[49], "tokenizer_class": "PreTrainedTokenizerFast"}
     (target / "tokenizer_config.json").write_text(json.dumps(config))

@@ -219,17 +219,6 @@ def test_dependent_launch_hides_the_predecessor_until_the_wait(device, too_early
     assert np.isnan(z).all() if too_early else (z == 1 + 2 * x).all()
 
 
-@pytest.mark.parametrize("late", [0, 1])
-def test_what_lets_its_successor_start_early_covers_nothing(device, late):
-    """The third launch may then start while the first one writes; behind a kernel that waits first it may not."""
-    x, weight, other = np.arange(100, dtype=np.float32), np.ones(100, np.float32), np.zeros(32, np.float32)
-    y, z = np.zeros(100, np.float32), np.zeros(100, np.float32)
-    run(device, "grid.cu", "produce", 4, 32, [x, y, 100])
-    run(device, "grid.cu", "between", 1, 32, [other], defines={"LATE": late}, dependent=True)
-    run(device, "grid.cu", "consume", 4, 32, [weight, y, z, 100], defines={"TOO_EARLY": 1}, dependent=True)
-    assert (z == 1 + 2 * x).all() if late else np.isnan(z).all()
-
-
 @pytest.mark.parametrize("is_early", [False, True])
 def test_of_an_array_read_early_only_what_changed_is_hidden(device, is_early):
     """Attention's keys: most are of earlier rounds. A cp.async begun before the wait reads what was there then."""
