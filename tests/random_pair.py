@@ -21,7 +21,7 @@ def write_random(folder, name="odd", seed=0, family="llama", dtype="bf16", max_p
     """Write a random pair under folder/target and folder/draft; returns both folders.
 
     family: llama or qwen3. dtype: bf16 or f32 weights. windows: None, or (layer kinds, W, is_causal) of the drafter's
-    layers. draft_config, target_config: keys to set in a config; with attention_bias every layer gets biases of its own.
+    layers. draft_config, target_config: keys to set in a config; with attention_bias every layer gets its biases.
     """
     rng, size = np.random.default_rng(seed), SIZES[name]
     width, vocab, layers, ffn = size["width"], size["vocab"], size["layers"], size["ffn"]

@@ -1,6 +1,7 @@
-"""Rounds recorded for a context (a graph whose attention has no blocks behind it), across the ends of contexts.
+"""Rounds recorded for a context (a graph whose attention has no blocks behind it), across its end.
 
-On the emulator, with the replay drafter: every accepted length happens near the border, plain text is what must come out.
+On the emulator, with the replay drafter: many accepted lengths happen near the border, and plain text is what must
+come out.
 """
 
 from contextlib import contextmanager
@@ -29,7 +30,7 @@ def engine(tmp_path_factory):
 
 @contextmanager
 def buckets(engine, *sizes):
-    """Programs are recorded for these contexts, as a CUDA graph is: the backend knows its bucket while they run."""
+    """Programs are recorded for these contexts: the backend knows its bucket while they run, as in a capture."""
     backend, asked = engine.ops.backend, []
 
     def compile(calls, bucket=None):
@@ -59,7 +60,7 @@ def buckets(engine, *sizes):
 @pytest.mark.parametrize("ahead", [0, 2], ids=["alone", "ahead"])
 @pytest.mark.parametrize("before", [12, 21, 30] if FULL else [12])
 def test_replayed_rounds_across_a_border(engine, before, ahead, monkeypatch):
-    """The prompt ends `before` keys short of it. ahead: rounds started before the one ahead of them is read."""
+    """The prompt ends `before` keys short of it. ahead: rounds that are started early."""
     prompt = np.random.default_rng(before).integers(0, 83, BORDER - before).tolist()
     known = md.generate(engine, prompt, max_tokens=TOKENS + BLOCK, drafter=None).tokens
     assert engine.ops.backend.variants["attend"] == "fast"

@@ -1,8 +1,8 @@
-"""Dependent launch: a kernel that starts while those before it end must read nothing of theirs before its wait.
+"""Dependent launch: a kernel that starts while those before it end reads nothing of theirs before its wait.
 
-Whole runs on the emulator, which fills what a kernel's predecessors wrote with NaN bits until the kernel waits: they
-say the same and leave the same caches with dependent launch as without. And no kernel escapes: those that ran so are
-those that have a wait.
+Whole runs on the emulator, which fills what a kernel's predecessors wrote with NaN bits until the kernel waits:
+they say the same and leave the same caches with dependent launch as without. And no kernel escapes: those that ran
+so are those that have a wait.
 """
 
 from dataclasses import replace
@@ -27,8 +27,8 @@ RUNS = {
     "sampled": {"verify": 3, "temperature": 0.9, "top_p": 0.9, "logprobs": True, "seed": 3},
     "reject": {"verify": 4, "temperature": 1.0, "accept": "reject"},
 }  # fmt: skip
-# Activations, the frame of prefill.cuh, how products are cut: the emulated card's own way, or clusters that meet in
-# shared memory and let their successors start at once.
+# Activations, the frame of prefill.cuh, how products are cut: the emulated card's own way, or clusters that meet
+# in shared memory and let their successors start at once.
 CUT = split.Split(2, 1, 4, 4, 1, 2, True, True)
 WAYS = {"fast": ("bf16", "wgmma", None), "clusters": ("bf16", "mma", CUT), "plain": ("f32", None, None)}
 
@@ -46,7 +46,7 @@ def told(engine, name):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """way -> ({run: what it says}, {the same with dependent launch, or its error}, kernels that were launched so)."""
+    """way -> ({run: what it says}, {the same with dependent launch, or its error}, kernels launched so)."""
     open_or_skip("emulate", "f32")
     target, drafter = write_random(tmp_path_factory.mktemp("pair"), "fast", family="qwen3")
 
@@ -109,7 +109,7 @@ def test_every_kernel_that_waits_was_launched_so(runs):
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_what_lets_its_successor_start_early_covers_nothing(late):
-    """The third launch may then start while the first one writes; behind a kernel that waits first it may not."""
+    """The third launch may start while the first one writes; behind a kernel that waits first it may not."""
     open_or_skip("emulate", "f32")
     device = EmulatedDevice()
     x, weight, other = np.arange(100, dtype=np.float32), np.ones(100, np.float32), np.zeros(32, np.float32)

@@ -1,6 +1,7 @@
 """Stops where every character is a token of its own, and stop ids that change between runs of one engine.
 
-With longer tokens the end of a stop string comes together with what is before it, which hides how much text is kept.
+With longer tokens the end of a stop string comes together with what is before it: how much text is kept stays
+hidden.
 """
 
 import itertools
@@ -76,7 +77,8 @@ def test_buffers_are_not_used_for_other_stop_ids(engine):
     whole, own = [20 + i % 30 for i in range(40)], engine.stop_ids
     runs = [
         (own, False, 30), (own, True, 40), (own, False, 30), (frozenset([33]), False, 14), (own, False, 30),
-        (frozenset([40, 26]), False, 7), (frozenset(), False, 40), (frozenset([33]), True, 40), (frozenset([33]), False, 14),
+        (frozenset([40, 26]), False, 7), (frozenset(), False, 40), (frozenset([33]), True, 40),
+        (frozenset([33]), False, 14),
     ]  # fmt: skip
     try:
         for drafts in ([True] * 9, [None] * 9, [True, None] * 5, [None, True] * 5):

@@ -104,7 +104,7 @@ def test_a_kernel_that_does_nothing_or_breaks_is_found(problem_of, name):
 
 @pytest.fixture
 def verify(tmp_path, monkeypatch, mdf):
-    """Function of (what to do with the engine, flags) -> (code, stdout) of `minidflash verify` on a tiny pair."""
+    """(what to do with the engine, flags) -> (code, stdout) of `minidflash verify` on a tiny pair."""
     target, drafter = build(tmp_path, successor=CHAIN)
     (tmp_path / "prompts").write_text("\n".join(map(json.dumps, PROMPTS)))
     opened = check.open_engine
@@ -171,7 +171,7 @@ def test_a_kernel_that_breaks_is_named_and_the_others_still_count(verify):
 
 
 def test_a_verified_row_that_differs_from_a_plain_one_names_the_prompt(verify):
-    """Wrong in company of seven others alone, which no check of a kernel asks: drafting then changes tokens."""
+    """Wrong in company of seven others alone, which no check of a kernel asks: drafting changes tokens."""
 
     def crowded(right, x, pick, norm, eps, w, *rest):
         right(x, pick, norm, eps, w, *rest)

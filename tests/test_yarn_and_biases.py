@@ -1,7 +1,7 @@
 """Rotary embedding by yarn and biases of attention, end to end: against golden drafters and against float64.
 
-The golden drafters that have them are gpt-oss's. Its target cannot be loaded here, and a drafter sees of a target only
-its features, its embedding and its head: one with those three stands in for it.
+The golden drafters that have them are gpt-oss's. Its target cannot be loaded here, and of a target a drafter sees
+its features, its embedding and its head alone: one with those three stands in for it.
 """
 
 import json
@@ -28,7 +28,7 @@ HOST = parameters(["oracle", "numba", "emulate"], ["f32"])
 
 
 def stand_in(folder, pair):
-    """A target's folder with the embedding and the head of a pair's own target, whose layers are never asked."""
+    """A target with the embedding and the head of a pair's own, whose layers are never asked: its folder."""
     other, _ = write_random(folder, "grouped")
     config = json.loads((other / "config.json").read_text())
     tensors, own = read_tensors(other), read_tensors(golden(target_of(pair)))

@@ -4,9 +4,9 @@ A kernel's source is built unchanged by the host compiler; every CUDA thread is 
 wrong with a kernel, so it is strict where a GPU is lenient:
   shared memory starts as NaN bits (`garbage`), and becomes NaN bits when its block ends;
   cp.async and bulk copies land only at the wait that makes them visible, their target is NaN bits until then;
-  with dependent=True, what the launch before wrote is NaN bits until griddep_wait, and is restored there, and so is
-  what those before it wrote where it let its successor start before its own wait; of arrays named `early` that is
-  what changed, of others the whole;
+  with dependent=True, what the launch before wrote is NaN bits until griddep_wait, and is restored there; so is what
+  those before it wrote, where it let its successor start before its own wait; of arrays named `early` that is what
+  changed, of others the whole;
   a wgmma happens at the wait that covers it, its sums are NaN bits until then;
   barriers reached from two places, meetings of lanes in different operations, and deadlocks are errors that
   name the kernel, block, thread and what each thread waits for;
@@ -187,8 +187,8 @@ class EmulatedDevice:
         self._launches += 1
         with _lock:
             failed = self._runtime.emulate_launch(ctypes.byref(request))
-        # A dependent kernel that never waits does not cover what came before it: the next must not read that. Nor one
-        # that lets the next start before its own wait.
+        # What came before a kernel that never waits, or that lets the next one start before its own wait, is not
+        # covered by it: the next must not read that either.
         is_open = not request.has_waited or request.has_let_start
         self._written = (before if is_open else []) + list(zip(written, old, strict=True))
         if failed:

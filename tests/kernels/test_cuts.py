@@ -1,6 +1,7 @@
-"""What decides in which order a row is summed must not know how many rows there are: it is written down for 1 to 64 of them.
+"""What decides in which order a row is summed must not know how many rows there are.
 
-Bits that differ only at some numbers of rows, on some card, are not found by trying a few; what reaches the choice is.
+It is written down for 1 to 64 of them. Bits that differ only at some numbers of rows, on some card, are not found
+by trying a few; what reaches the choice is.
 """
 
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ TILES = {"TOKEN_TILES", "STEP_CHUNKS", "STEPS_AHEAD", "TOKENS", "WEIGHT_TILES", 
 
 
 class Card:
-    """Launches nothing; `told` holds what could show in the bits of each launch, `chosen` what reached a choice."""
+    """Launches nothing; `told` holds what could show in the bits of each launch."""
 
     arch, sms = "emulated", SMS
 
@@ -57,7 +58,7 @@ class Card:
 
 @pytest.fixture
 def card(monkeypatch):
-    """Function of activations -> (Ops that launch nothing, their Card); `card.chosen` is emptied by the test."""
+    """Function of activations -> (Ops that launch nothing, their Card); `chosen`: what reached a choice."""
     open_or_skip("emulate", "f32")
     chosen = set()
 
@@ -90,8 +91,9 @@ def assert_one_set(card, device, call):
     assert first[0]
 
 
+OFFERED = {"fast": fast.FAST, "prompt": prefill.PREFILL}
 VARIANTS = [(name, kind) for name in test_rows.ROW_KERNELS for kind in ("fast", "plain", "prompt")
-            if kind == "plain" or name in (fast.FAST if kind == "fast" else prefill.PREFILL) and name != "attend"]  # fmt: skip
+            if kind == "plain" or name in OFFERED[kind] and name != "attend"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name, kind", VARIANTS)

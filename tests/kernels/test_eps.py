@@ -1,4 +1,4 @@
-"""eps under the root, where it matters: rows that are small beside it, rows of zeros. On the kernels of tensor cores.
+"""eps under the root, where it matters: rows that are small beside it, rows of zeros.
 
 Models have an eps of 1e-5 or 1e-6, which no random row shows.
 """
@@ -78,7 +78,7 @@ def test_sees_a_wrong_eps(ops, rng, name):
 
 @pytest.mark.parametrize("name", ["sample", "propose", "reject"])
 def test_draws_are_from_the_logits_of_that_eps(ops, rng, name):
-    """On every backend: eps flattens a law. What is said of the draws is what head_logits says, with the same eps."""
+    """eps flattens a law: what is said of the draws is what head_logits says with the same eps."""
     case, _ = test_rows.make("sample" if name == "reject" else name, rng, ops.activations, "bf16")
     if name == "reject":
         _, case = test_reject.random_case(ops, rng, 1, 12, 12, 40, 77)

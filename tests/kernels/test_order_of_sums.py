@@ -1,4 +1,4 @@
-"""Sums whose parts cancel: what is left of them is rounding, so that the order in which parts meet shows in every bit.
+"""Sums whose parts cancel: what is left is rounding, so that the order in which parts meet shows.
 
 With random data bf16 hides the order of f32 sums nearly everywhere: slices added as they arrive went unseen.
 """
@@ -24,7 +24,7 @@ SEEDS = 1, 2, 3, 4
 
 
 def cancelling(name, rng):
-    """A case of 64 rows, COLS inputs each: the first third's terms and the last third's are huge and opposite."""
+    """A case of 64 rows of COLS inputs: terms of the first and the last third are huge and opposite."""
     case, sizes = test_rows.make(name, rng, "bf16", "bf16")
     given = {"linear_add": "a", "fuse": "taps", "inject": "f"}.get(name, "x")
     x, third = np.abs(rng.standard_normal((len(case[given]), COLS))), COLS // 3
@@ -87,7 +87,7 @@ def test_the_data_tell(ops, rng, cut, name):  # noqa: F811
 
 
 def cancelling_keys(rng):
-    """Four rows over 1,000 keys of one score: the first leaf's values and the fifth's are huge and opposite."""
+    """Four rows over 1,000 keys of one score: values of leaves 0 and 4 are huge and opposite."""
     case = test_fast_attend.make(rng, range(1000, 1004), (4, 1, 64))
     case["q"][:] = 0
     v = rng.standard_normal(case["cache_v"].shape)
