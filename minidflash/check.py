@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from .errors import UserError
 from .loop import generate
 from .measure import read_prompts
 from .run import open_engine
@@ -39,16 +40,25 @@ def lossless_checks(engine, prompts, args):
     """(name, problem) of each prompt: drafted ids, at two verify lengths and `auto`, against plain ids."""
     if engine.drafter is None:
         return
-    wide = args.block or engine.drafter.config.block
     for prompt in prompts:
-        given = prompt.get("tokens") or prompt["prompt"]
-        plain = generate(engine, given, max_tokens=args.max_tokens, drafter=False)
-        for rows in dict.fromkeys((wide, max(2, wide // 2), args.verify)):
-            run = generate(engine, given, max_tokens=args.max_tokens, block=args.block, verify=rows)
-            name = f"drafted == plain, verify {rows}, {prompt['kind']}: {len(plain.tokens)} tokens"
-            if run.stats.tau:
-                name += f", tau {run.stats.tau:.2f}"
-            yield name, first_difference(plain.tokens, run.tokens)
+        try:
+            yield from compared(engine, prompt, args)
+        except UserError:
+            raise
+        except Exception as error:  # noqa: BLE001 a run that breaks is a failed check, the others still count
+            yield f"drafted == plain, {prompt['kind']}", f"{type(error).__name__}: {error}"
+
+
+def compared(engine, prompt, args):
+    """(name, problem) of one prompt's runs."""
+    wide, given = args.block or engine.drafter.config.block, prompt.get("tokens") or prompt["prompt"]
+    plain = generate(engine, given, max_tokens=args.max_tokens, drafter=False)
+    for rows in dict.fromkeys((wide, max(2, wide // 2), args.verify)):
+        run = generate(engine, given, max_tokens=args.max_tokens, block=args.block, verify=rows)
+        name = f"drafted == plain, verify {rows}, {prompt['kind']}: {len(plain.tokens)} tokens"
+        if run.stats.tau:
+            name += f", tau {run.stats.tau:.2f}"
+        yield name, first_difference(plain.tokens, run.tokens)
 
 
 def first_difference(plain, drafted):
