@@ -11,7 +11,7 @@ from .report import break_even, round_costs
 from .request import Request
 from .run import open_engine
 from .stats import Timing
-from .terminal import say, write
+from .terminal import json_line, say, write, write_lines
 
 LOOP = 50  # a token repeated this often says nothing about drafting (F63)
 BUILT_IN = [
@@ -40,7 +40,10 @@ def bench(args, interrupt=None):
         "activations": engine.ops.activations, "machine": machine_of(engine.ops), "max_tokens": args.max_tokens,
         "repeat": args.repeat, "block": args.block, "verify": args.verify, "ctx": engine.ctx, "rows": rows,
     }  # fmt: skip
-    write(json.dumps(found) + "\n" if args.output == "json" else "\n".join(table(found)) + "\n")
+    if args.output == "json":
+        write(json_line(found))
+    else:
+        write_lines(table(found))
     for row in rows:
         if row["longest_run"] > LOOP and row["kind"] != "all":
             say(f"minidflash: {row['kind']}: one token {row['longest_run']} times in a row; speed and tau of such text "
