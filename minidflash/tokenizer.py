@@ -100,7 +100,7 @@ class Tokenizer:
         """
         return self._encode(text, with_special=False)
 
-    def render(self, messages, **template_args):
+    def render(self, messages, /, **template_args):
         """The prompt text of a chat, ready for the assistant's turn.
 
         messages: list of {"role": ..., "content": ...}. template_args: what the template reads, e.g.
