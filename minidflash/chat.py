@@ -1,4 +1,4 @@
-"""Chat templates: messages -> the text a model was trained on. Templates are code from strangers: sandboxed."""
+"""Chat templates: messages -> the text a model was trained on. They are code of strangers: see sandbox.py."""
 
 import json
 import re
@@ -6,6 +6,7 @@ from pathlib import Path
 
 from .encoding import decoded
 from .errors import UserError
+from .weights.safetensors_io import read_bytes
 
 RAW = "raw=True or --raw goes without it"
 MAX_SOURCE = 1 << 16  # characters of a template; the longest published ones have about 20,000
@@ -34,8 +35,8 @@ def read_templates(folder, config):
 
     folder: Path of the checkpoint. config: its tokenizer_config.json as a dict. A chat_template.jinja file
     wins over the config, as in the published loaders; `default` is the name of a template without one.
-    Returns {name: source}, empty for a base model. Errors: UserError when chat_template has another form, or the
-    file is not UTF-8.
+    Returns {name: source}, empty for a base model. Errors: UserError when chat_template has another form, or
+    the file is not UTF-8.
     Source: Hugging Face chat template format.
     """
     found = config.get("chat_template")
@@ -55,10 +56,7 @@ def read_templates(folder, config):
         )
     path = Path(folder) / "chat_template.jinja"
     if path.is_file():
-        size = path.stat().st_size
-        if size > 4 * MAX_SOURCE:
-            raise UserError(f"chat template {path} has {size} bytes, at most {4 * MAX_SOURCE} are read")
-        templates["default"] = decoded(path.read_bytes(), f"chat template {path}")
+        templates["default"] = decoded(read_bytes(path, 4 * MAX_SOURCE), f"chat template {path}")
     return templates
 
 

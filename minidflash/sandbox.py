@@ -1,16 +1,17 @@
 """The sandbox of chat templates, which are code of strangers: bounded in steps, in text and in time.
 
-jinja2's own sandbox keeps a template away from Python; it may still run for ever or fill the memory. Here every
-pass of a loop, every call, filter and test is a step, and every value that a template makes is measured: before it
-is made where its parts tell the size, else right after. Limits grow with the conversation, so that a long one is
-never refused for its length. No thread, signal or process is needed, so a library may render anywhere.
+jinja2's own sandbox keeps a template away from Python; it may still run for ever or fill the memory. Here
+each pass of a loop, each call, filter and test is a step, and each value that a template makes is measured:
+before it is made where its parts tell the size, else right after. Limits grow with the conversation, so that a
+long one is never refused for its length. No thread, signal or process is needed: a library renders anywhere.
 """
 
 import json
 import re
 import sys
 import time
-from collections.abc import Mapping, MappingView, Set
+from collections.abc import Mapping, MappingView
+from collections.abc import Set as AbstractSet
 from datetime import datetime
 from functools import wraps
 from types import GeneratorType
@@ -23,7 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-SECONDS = 5.0  # of the clock; published templates take milliseconds
+SECONDS, SECONDS_EACH = 2.0, 1e-5  # of this thread; published templates take milliseconds
 STEPS, STEPS_EACH = 500_000, 64  # half a second; and for each character that was given
 TEXT, TEXT_EACH = 1 << 24, 16  # characters of one value: a hundred times the longest context of today
 MADE, MADE_EACH = 1 << 27, 256  # bytes of all values that were made
@@ -31,12 +32,13 @@ BITS = 1024  # of a whole number
 WIDTH = 200  # characters of a date's form, or of what tojson puts between values
 
 # Filters and methods that look at every item or line of their value, so each of these is a step
-EACH = frozenset(
-    "batch dictsort groupby indent items join list map max min reject rejectattr rsplit select selectattr slice sort "
-    "split splitlines sum title unique wordcount".split()
-)
+EACH = {
+    "batch", "dictsort", "groupby", "indent", "items", "join", "list", "map", "max", "min", "reject",
+    "rejectattr", "rsplit", "select", "selectattr", "slice", "sort", "split", "splitlines", "sum", "title",
+    "unique", "wordcount",
+}  # fmt: skip
 # Those whose work may be the product of two lengths
-SEARCHES = frozenset("lstrip rfind rindex rpartition rsplit rstrip strip trim".split())
+SEARCHES = {"lstrip", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "strip", "trim"}
 # What they may add to their value, in characters or items, from the same arguments
 GROWTH = {
     "batch": lambda value, linecount, fill_with=None: linecount,
@@ -51,14 +53,14 @@ GROWTH = {
     "zfill": lambda value, width: width,
 }
 METHODS = {
-    str: frozenset(name for name in dir(str) if name[0] != "_") - {"encode", "maketrans", "translate"},
-    dict: frozenset("copy get items keys values".split()),
-    list: frozenset("copy count index".split()),
-    tuple: frozenset("count index".split()),
-    float: frozenset(["is_integer"]),
+    str: {name for name in dir(str) if name[0] != "_"} - {"encode", "maketrans", "translate"},
+    dict: {"copy", "get", "items", "keys", "values"},
+    list: {"copy", "count", "index"},
+    tuple: {"count", "index"},
+    float: {"is_integer"},
 }
 # Slow on long text, and of no use to a prompt
-NO_FILTERS = frozenset("forceescape pprint striptags urlencode urlize wordwrap xmlattr".split())
+NO_FILTERS = {"forceescape", "pprint", "striptags", "urlencode", "urlize", "wordwrap", "xmlattr"}
 
 
 class TooMuch(jinja2.TemplateRuntimeError):
@@ -68,8 +70,8 @@ class TooMuch(jinja2.TemplateRuntimeError):
 class Sandbox(ImmutableSandboxedEnvironment):
     """The jinja2 environment that published templates expect, for one rendering.
 
-    given: the values that the template will read; the limits grow with their size. Errors, out of compiling and
-    rendering: whatever jinja2 raises, TooMuch past a limit. Source: Hugging Face chat templates.
+    given: the values that the template will read; the limits grow with their size. Errors: compiling and
+    rendering raise whatever jinja2 raises, TooMuch past a limit. Source: Hugging Face chat templates.
     """
 
     intercepted_binops = frozenset(["+", "*", "**", "%"])
@@ -80,7 +82,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
             extensions=["jinja2.ext.loopcontrols", Generation],
         )  # fmt: skip
         size = _given_size(given)
-        self._end = time.monotonic() + SECONDS
+        self._end = time.thread_time() + SECONDS + SECONDS_EACH * size
+        self._looks = 0  # at the clock, which costs more than a step
         self._steps, self._made = STEPS + STEPS_EACH * size, MADE + MADE_EACH * size
         self._text = TEXT + TEXT_EACH * size
         self.filters = {
@@ -98,7 +101,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def step(self, count=1):
         """Count steps. Returns True. Errors: TooMuch."""
         self._steps -= count
-        if self._steps < 0 or time.monotonic() > self._end:
+        self._looks += 1
+        if self._steps < 0 or (self._looks % 16 == 0 and time.thread_time() > self._end):
             raise TooMuch("it does not come to an end")
         return True
 
@@ -114,7 +118,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             raise TooMuch(f"it makes a text of more than {self._text} characters")
 
     def size(self, value):
-        """Characters of value written out. A list that holds another twice counts it twice. Errors: TooMuch."""
+        """Characters of value written out; what a list holds twice counts twice. Errors: TooMuch."""
         total, stack = 0, [value]
         while stack:
             item = stack.pop()
@@ -126,7 +130,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 total += item.bit_length() // 3
             elif isinstance(item, Mapping):
                 stack += [*item.keys(), *item.values()]
-            elif isinstance(item, (list, tuple, Set, MappingView)):
+            elif isinstance(item, (list, tuple, AbstractSet, MappingView)):
                 stack += item
             self.allow(total)
         return total

@@ -104,17 +104,21 @@ def regular_size(path):
     return status.st_size
 
 
+def read_bytes(path, most=MAX_HEADER):
+    """All bytes of a regular file that is never large. Errors: UserError naming it."""
+    try:
+        size = regular_size(path)
+        if size > most:
+            raise UserError(f"{path} has {size} bytes, at most {most} are read")
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+
+
 def read_json(path, what=None):
     """The JSON object in a file. Errors: UserError naming it: unreadable, not JSON, no object, a key twice."""
     what = f"{what or path.name} ({path})"
-    try:
-        size = regular_size(path)
-        if size > MAX_HEADER:
-            raise UserError(f"{what} has {size} bytes, at most {MAX_HEADER} are read")
-        text = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
-    return parse_object(decoded(text, what), what)
+    return parse_object(decoded(read_bytes(path), what), what)
 
 
 def parse_object(text, what):
