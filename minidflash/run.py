@@ -27,7 +27,7 @@ def generate(args, interrupt=None):
     if args.chat_template_arg:
         options["template_args"] = dict(map(parse_template_arg, args.chat_template_arg))
     prompt = read_prompt(args)
-    with Trace(args.trace) if args.trace else nullcontext() as trace:
+    with nullcontext() if args.trace is None else Trace(args.trace) as trace:
         engine = open_engine(args)
         request = Request.of(engine, prompt, options)
         request.options |= {"ctx": engine.ctx, "prefill_chunk": engine.chunk}
