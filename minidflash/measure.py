@@ -5,6 +5,7 @@ from itertools import groupby
 from pathlib import Path
 from statistics import mean, median
 
+from .encoding import decoded
 from .errors import UserError
 from .loop import finish, machine_of, rounds_of
 from .report import break_even, round_costs
@@ -63,13 +64,11 @@ def read_prompts(path=None):
             return BUILT_IN
         path = kept
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"prompts {path} cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8'}"
-        ) from None
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise UserError(f"prompts {path} cannot be read: {error.strerror}") from None
     prompts = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(decoded(data, f"prompts {path}").splitlines(), 1):
         if not line.strip():
             continue
         try:

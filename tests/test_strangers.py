@@ -17,6 +17,7 @@ from minidflash import terminal
 from minidflash.cli import main
 from minidflash.encoding import decoded
 from minidflash.errors import LONGEST, UserError, printable
+from minidflash.measure import read_prompts
 from minidflash.run import read_prompt
 from minidflash.terminal import Paint, Progress, json_line, say, write_lines
 from minidflash.tokenizer import open_tokenizer
@@ -111,6 +112,8 @@ def test_marks_in_prompts_and_json_files(tmp_path):
     (tmp_path / "p.txt").write_bytes("t9".encode("utf-16"))
     with pytest.raises(UserError, match=r"p\.txt is UTF-16"):
         read_prompt(Args)
+    (tmp_path / "p.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "t9"}')
+    assert read_prompts(tmp_path / "p.jsonl") == [{"kind": "all", "prompt": "t9"}]
     (tmp_path / "config.json").write_bytes(b'\xef\xbb\xbf{"a": 1}')
     assert read_json(tmp_path / "config.json") == {"a": 1}
     (tmp_path / "config.json").write_bytes('{"a": 1}'.encode("utf-16"))
