@@ -8,7 +8,7 @@ from .errors import UserError
 from .loop import generate
 from .measure import read_prompts
 from .run import open_engine
-from .terminal import write
+from .terminal import write, write_lines
 
 SIZES = {"T": 5, "N": 1, "D": 48, "H": 4, "G": 2, "K": 16, "F": 40, "V": 37, "C": 96, "S": 24, "P": 32, "J": 8, "B": 5,
          "L": 2, "R": 5, "M": 5, "X": 1}  # fmt: skip
@@ -23,7 +23,7 @@ def verify(args, interrupt=None):
     for name, problem in [*kernel_checks(engine.ops), *lossless_checks(engine, prompts, args)]:
         failed += problem is not None
         if problem or not args.quiet:
-            write(f"{'FAILED' if problem else 'ok':<8}{name}{': ' + problem if problem else ''}\n")
+            write_lines([f"{'FAILED' if problem else 'ok':<8}{name}{': ' + problem if problem else ''}"])
     write(f"{failed} checks failed\n" if failed else "all checks passed\n")
     return 1 if failed else 0
 
