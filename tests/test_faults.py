@@ -140,7 +140,9 @@ def small(tmp_path):
     (root / "pyproject.toml").write_text('[tool.pytest.ini_options]\npythonpath = ["."]\n')
 
     def fault(name, old, new, test, **more):
-        return plant.Fault("small", name, "promise: it", "code_of_it.py", old, new, f"tests/test_it.py {test}", **more)
+        return plant.Fault(
+            "small", name, "promise: it", "code_of_it.py", old, new, f"tests/test_it.py {test}", **more
+        )
 
     return root, fault
 

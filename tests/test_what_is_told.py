@@ -1,4 +1,4 @@
-"""What trace, bench and statistics tell is what happened: compared with the rounds themselves, or with a run made wrong."""
+"""What trace, bench and statistics tell is what happened: beside the rounds themselves, or a run made wrong."""
 
 import json
 

@@ -149,7 +149,9 @@ def main():
     parser.add_argument("--json", nargs="?", const=ROOT / "bench/results/faults.json", type=Path, metavar="FILE",
                         help="write the outcomes, by default to bench/results/faults.json")  # fmt: skip
     parser.add_argument("--list", action="store_true", help="say what there is, plant nothing")
-    parser.add_argument("--gpu", action="store_true", help="those that only a GPU shows, instead of all others")
+    parser.add_argument(
+        "--gpu", action="store_true", help="those that only a GPU shows, instead of all others"
+    )
     args = parser.parse_args()
     faults = chosen(args, parser)
     if args.list:
@@ -159,7 +161,8 @@ def main():
     sys.path.append(str(ROOT / "bench"))
     import record
 
-    os.environ["MINIDFLASH_COMMIT"] = record.commit() or ""  # of what is copied now, whatever is edited meanwhile
+    # Of what is copied now, whatever is edited meanwhile.
+    os.environ["MINIDFLASH_COMMIT"] = record.commit() or ""
     begun = time.perf_counter()
     outcomes = plant(
         faults, jobs=args.jobs,
@@ -171,7 +174,11 @@ def main():
             print(f"\n{out.status}: {out.name} ({out.breaks})\n    {out.file}; {out.tests}\n    {out.why}")
     print(f"\n{len(outcomes)} faults: " + ", ".join(f"{n} {status}" for status, n in counts.items()))
     if args.json:
-        numbers = {"seconds": round(time.perf_counter() - begun), **counts, "faults": [*map(asdict, outcomes)]}
+        numbers = {
+            "seconds": round(time.perf_counter() - begun),
+            **counts,
+            "faults": [*map(asdict, outcomes)],
+        }
         print(record.write(str(args.json.resolve().with_suffix("")), numbers))
     return int(set(counts) != {"caught"})
 

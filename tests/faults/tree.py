@@ -86,7 +86,10 @@ class Tree:
     def seed(self, compiled, stem):
         """Keep what the changed kernels/cpu/STEM.py has no part in: else all kernels would be compiled again."""
         sources = {p.stem: p.read_text(encoding="utf-8") for p in (self.root / KERNELS).glob("*.py")}
-        uses = {name: set(re.findall(r"^from \.(\w+) import", text, re.M)) for name, text in sources.items()}
+        uses = {
+            name: set(re.findall(r"^from \.(\w+) import", text, re.MULTILINE))
+            for name, text in sources.items()
+        }
         changed, more = set(), {stem}
         while more - changed:
             changed |= more
@@ -102,11 +105,12 @@ class Tree:
         """Run pytest with these arguments here: Run."""
         report = self.place / "report.xml"
         report.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        options = ["-x", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        command = [sys.executable, "-m", "pytest", *options, *shlex.split(arguments)]
         begun = time.perf_counter()
         process = subprocess.Popen(
-            [*command, *shlex.split(arguments)], cwd=self.root, env=self.environment, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+            command, cwd=self.root, env=self.environment, text=True, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         try:
             output, code = process.communicate(timeout=LIMIT)[0], process.returncode
