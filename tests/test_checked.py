@@ -64,9 +64,7 @@ MISTAKES = {
 def test_every_invariant_speaks_up(name, monkeypatch):
     kernel, change, words = MISTAKES[name]
     monkeypatch.setenv("MINIDFLASH_CHECK", "1")
-    engine = md.load(
-        str(golden("llama-tiny")), drafter=str(golden("dflash-llama-tiny")), warm=False, ctx=128
-    )
+    engine = md.load(str(golden("llama-tiny")), drafter=str(golden("dflash-llama-tiny")), warm=False, ctx=128)
     options = {"max_tokens": 12, "verify": 4, "ignore_eos": True}
     assert len(md.generate(engine, PROMPT, **options).tokens) == 12
     backend = engine.ops.backend
