@@ -133,3 +133,18 @@ def test_bench_says_where_drafted_text_is_another(bench, monkeypatch):
     rows, text = bench()
     assert {kind: row["is_lossless"] for kind, row in rows.items()} == {"a": True, "b": False, "all": False}
     assert "DRAFTED TEXT DIFFERS FROM PLAIN TEXT." in text
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_text_comes_round_by_round_or_at_once(pair, mdf, monkeypatch, samples):
+    from minidflash import run
+
+    written = []
+    monkeypatch.setattr(run, "write", written.append)
+    law = ["--temperature", 1, "--samples", samples] if samples > 1 else []
+    argv = ["generate", *pair, "--tokens", "9 9 5", "-n", 9, "--verify", 2, "--ignore-eos", *law]
+    assert mdf(*argv)[0] == 0
+    pieces, written[:] = list(written), []
+    assert mdf(*argv, "--no-stream")[0] == 0
+    assert len(written) == 1 and "".join(pieces) == written[0]
+    assert len(pieces) > 4 * samples and written[0].count(run.BETWEEN) == samples - 1

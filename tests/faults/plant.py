@@ -123,7 +123,11 @@ def plant(faults, root=ROOT, place=None, jobs=1, say=lambda outcome: None):
             trees.put(tree)
 
     with ThreadPoolExecutor(jobs) as pool:
-        found = {out.name: out for outs in pool.map(work, groups) for out in outs}
+        try:
+            found = {out.name: out for outs in pool.map(work, groups) for out in outs}
+        except BaseException:  # Ctrl-C: what was begun ends, nothing more begins
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     return [found[fault.name] for fault in faults]
 
 
