@@ -6,6 +6,7 @@ import pytest
 
 import minidflash as md
 from minidflash import measure
+from minidflash.errors import UserError
 from minidflash.stats import Stats
 from tests import automaton
 
@@ -148,3 +149,24 @@ def test_text_comes_round_by_round_or_at_once(pair, mdf, monkeypatch, samples):
     assert mdf(*argv, "--no-stream")[0] == 0
     assert len(written) == 1 and "".join(pieces) == written[0]
     assert len(pieces) > 4 * samples and written[0].count(run.BETWEEN) == samples - 1
+
+
+def test_info_says_why_a_backend_cannot_run_and_refuses_a_target_that_is_not_there(
+    pair, mdf, monkeypatch, tmp_path
+):
+    import minidflash.kernels
+
+    open_ops = minidflash.kernels.open_ops
+
+    def without_emulate(name, *rest, **more):
+        if name == "emulate":
+            raise UserError("no compiler here", "install one", code=3)
+        return open_ops(name, *rest, **more)
+
+    monkeypatch.setattr(minidflash.kernels, "open_ops", without_emulate)
+    found = json.loads(mdf("info", *pair, "--json")[1])["backends"]
+    assert found["emulate"] == "no compiler here (install one)"
+    assert found["numba"] is None
+    assert "no: no compiler here" in mdf("info", *pair)[1]
+    code, out, err = mdf("info", "--target", tmp_path / "none")
+    assert (code, out) == (2, "") and "none" in err
