@@ -328,6 +328,12 @@ def test_stop_found_where_the_budget_ends_and_interrupts_lose_nothing(tmp_path):
     assert [r.text for r in text.finish()] == [" t7"]
 
 
+def test_of_two_stops_in_one_token_the_first_in_the_text_counts():
+    for stops in (["cd", "b"], ["b", "cd"]):
+        stop = StopText(stops)
+        assert stop.push("abcde") and (stop.kept_chars, stop.kept_tokens) == (1, 1)
+
+
 def test_stop_refusals(tmp_path):
     with pytest.raises(UserError, match="empty"):
         StopText(["a", ""])
