@@ -57,7 +57,7 @@ the json schema
 exit codes
 errors are one line
 interrupts leave the engine usable
-two engines in two threads
+an engine runs one text at a time
 streamed text is the whole text
 chat templates
 a loop that is wrong is noticed under MINIDFLASH_CHECK

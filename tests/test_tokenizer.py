@@ -162,6 +162,15 @@ def test_cut_character_is_shown_as_decode_shows_it(tmp_path):
     assert tokenizer.decode(ids).endswith("\ufffd")
 
 
+def test_the_last_round_gives_out_what_was_held_back(tmp_path):
+    tokenizer = save(tmp_path, byte_level())
+    ids = tokenizer.encode("ab Ж😃")[:-1]
+    for stops in ((), ("zz",)):
+        text = RoundText(tokenizer, stops)
+        rounds = [text.push(Round([i]), is_last=at == len(ids) - 1) for at, i in enumerate(ids)]
+        assert "".join(r.text for given in rounds for r in given) == tokenizer.decode(ids)
+
+
 def test_special_tokens_are_not_text(tmp_path):
     tokenizer = save(tmp_path, byte_level(), eos_token={"content": "<|e|>"})
     ids = tokenizer.encode("one<|e|> two<|b|>")
