@@ -157,20 +157,22 @@ def exact_pair(g):
 def bf16_pair(g, **options):
     """bf16 activations: drafted text is plain text for every width; golden ids up to the first close margin."""
     engine = md.load(backend="cuda", activations="bf16", ctx=512, **options)
-    wrong, taus = [], []
+    wrong, taus, runs = [], [], 0
     for p in range(6):
         prompt = g[f"p{p}.input_ids"].tolist()
         plain = md.generate(engine, prompt, max_tokens=TOKENS, drafter=False)
+        runs += 1
         if not until_close(plain.tokens, g[f"p{p}.plain_ids"].tolist(), g[f"p{p}.margin"]):
             wrong.append(f"prompt {p}: plain ids leave the golden ones before a close margin")
         for b, v in ((16, 16), (16, 5), (16, "auto"), (8, 8), (4, 4)):
             drafted = md.generate(engine, prompt, max_tokens=TOKENS, block=b, verify=v)
+            runs += 1
             if drafted.tokens != plain.tokens:
                 wrong.append(f"prompt {p} block {b} verify {v}: drafted text is not plain text")
             if (b, v) == (16, 16):
                 taus.append(drafted.stats.tau)
     return {
-        "mode": engine.ops.backend.mode, "wrong": wrong, "tau": round(float(np.mean(taus)), 3),
+        "mode": engine.ops.backend.mode, "runs": runs, "wrong": wrong, "tau": round(float(np.mean(taus)), 3),
         "load_s": round(engine.load_s, 2), "jit_s": round(engine.jit_s, 2),
         "variants": dict(engine.ops.backend.variants),
     }  # fmt: skip

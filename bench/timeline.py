@@ -147,7 +147,7 @@ def main():
             for group in found[kind]["kernels"]:
                 print("  ", group, flush=True)
             found[kind]["places"] = rows
-        out = record.write(f"timeline-{name}-{args.card}", found, **device(ops))
+        out = record.write(f"timeline-{name}-{args.card}", found, context=args.context, **device(ops))
         middle = len(rows) // 2
         svg = picture(rows, middle, args.picture, f"{name}, context {args.context}, {args.picture} kernels")
         Path(out).with_suffix(".svg").write_text(svg)

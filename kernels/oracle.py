@@ -139,13 +139,13 @@ def _swiglu(y):
 
 
 def head(x, pick, norm, eps, w, limit, ids, work):
-    """ids[r] = the smallest argmax of (W n(x[r]))[:limit] for every r in pick; a NaN never wins.
+    """ids[r] = the smallest argmax of (W n(x[r]))[:limit] for every r in pick; -1 where one of them is not finite.
 
     Compared as f32: NumPy adds up equal rows of W in different orders, and only rounded do they tie.
     """
     for r in pick:
         logits = linear(rmsnorm(real(x[r]), norm, eps), matrix(w))[:limit].astype(np.float32)
-        ids[r] = np.argmax(np.where(np.isnan(logits), -np.inf, logits))
+        ids[r] = np.argmax(logits) if np.isfinite(logits).all() else -1
 
 
 MASS = 2.0**43  # of the likeliest id: integers, so that no sum of masses depends on its order
@@ -157,10 +157,10 @@ def masses(logits, temperature, top_k, top_p, min_p):
 
     Filters in transformers' order; each keeps the first ids by falling logit, of equal ones the smallest id first.
     top_k: so many (0: all). top_p: those before which less than this share of what top_k left has passed (1: all).
-    min_p: those with at least this share of the likeliest's probability. logits: (V,) float64 without NaN.
+    min_p: those with at least this share of the likeliest's probability. logits: (V,) float64, finite.
     """
     best = logits.max()
-    with np.errstate(over="ignore", invalid="ignore"):
+    with np.errstate(over="ignore"):
         mass = np.floor(np.exp(np.where(logits == best, 0.0, (logits - best) / temperature)) * MASS + 0.5)
     order = np.lexsort((np.arange(len(logits)), -logits))
     if top_k:
@@ -191,16 +191,16 @@ DRAW, DRAFT, ACCEPT, RESIDUAL = range(4)  # what a random number is for
 def law_of(x, norm, eps, w, limit, top_k, temperature, top_p, min_p):
     """(logits below the limit, masses of their filtered law) of a row of activations.
 
-    Temperatures below 1e-5 give all the mass to the smallest argmax; a row without a finite or infinite maximum gives
-    it to id 0. Logits are rounded to f32 first, as in head.
+    Temperatures below 1e-5 give all the mass to the smallest argmax. Where a logit is not finite there is no law: all the
+    mass is id 0's, and the logits are None. Logits are rounded to f32 first, as in head.
     """
     logits = linear(rmsnorm(real(x), norm, eps), matrix(w))[:limit].astype(np.float32).astype(np.float64)
-    logits[np.isnan(logits)] = -np.inf
-    best, kept = int(np.argmax(logits)), np.zeros(limit, np.uint64)
-    kept[best] = MASS
-    if temperature >= GREEDY_BELOW and logits[best] > -np.inf:
-        kept = masses(logits, temperature, top_k, top_p, min_p)
-    return logits, kept
+    kept = np.zeros(limit, np.uint64)
+    if not np.isfinite(logits).all():
+        kept[0] = MASS
+        return None, kept
+    kept[np.argmax(logits)] = MASS
+    return logits, kept if temperature < GREEDY_BELOW else masses(logits, temperature, top_k, top_p, min_p)
 
 
 def draw(kept, key, position, purpose):
@@ -223,26 +223,23 @@ def random_bits(key, position, purpose):
 
 def log_probabilities(logits, kept, chosen):
     """Of the chosen id, under the filtered law and the model's own (temperature 1, no filter, ids below the limit)."""
-    best = logits.max()
-    if best == -np.inf:
-        return -np.inf
     every = float(masses(logits, 1.0, 0, 1.0, 0.0).sum()) / MASS
-    below = 0.0 if logits[chosen] == best else logits[chosen] - best
-    return np.log(float(kept[chosen]) / float(kept.sum())), below - np.log(every)
+    return np.log(float(kept[chosen]) / float(kept.sum())), logits[chosen] - logits.max() - np.log(every)
 
 
 def sample(x, pick, slot, pos, norm, eps, w, limit, key, law, ids, logprob, work):
     """ids[r] = a draw from the filtered law of (W n(x[r]))[:limit]; of two laws its log-probability, where asked for.
 
-    key[n]: seed (low, high word), number of the sample, top_k. law[n]: temperature, top_p, min_p.
+    key[n]: seed (low, high word), number of the sample, top_k. law[n]: temperature, top_p, min_p. A row with a logit
+    that is not finite gets id -1 and log-probabilities of -infinity.
     """
     for r in pick:
         if pos[r] >= 0:
             n = slot[r]
             logits, kept = law_of(x[r], norm, eps, w, limit, key[n][3], *map(float, law[n]))
-            ids[r] = draw(kept, key[n], int(pos[r]) + 1, DRAW)
+            ids[r] = -1 if logits is None else draw(kept, key[n], int(pos[r]) + 1, DRAW)
             if logprob is not None:
-                logprob[r] = log_probabilities(logits, kept, ids[r])
+                logprob[r] = -np.inf if logits is None else log_probabilities(logits, kept, ids[r])
 
 
 def propose(x, pick, slot, pos, norm, eps, w, limit, key, law, ids, mass, work):
@@ -265,7 +262,8 @@ def reject(x, pos, norm, eps, w, limit, key, law, drafts, mass, ids, logprob, wo
     The rows of slot n are n * v .. n * v + v - 1. p: the filtered law of row r, as in sample. q: that of the draft
     behind it, drafts[n, i + 1], whose masses are mass[n, i + 1]. The draft stays if u q(draft) < p(draft); else the id
     is drawn from max(p - q, 0), from p where that is 0 everywhere. The last row of a slot draws from p. The ids up to the
-    first that is no draft have the law that p alone would give. Source: Leviathan et al. 2023.
+    first that is no draft have the law that p alone would give. Logits that are not finite: as in sample.
+    Source: Leviathan et al. 2023.
     """
     width = len(x) // len(key)
     for r in range(len(x)):
@@ -275,6 +273,10 @@ def reject(x, pos, norm, eps, w, limit, key, law, drafts, mass, ids, logprob, wo
         logits, kept = law_of(x[r], norm, eps, w, limit, key[n][3], *map(float, law[n]))
         position, left, purpose = int(pos[r]) + 1, kept, DRAW
         ids[r] = -1
+        if logits is None:
+            if logprob is not None:
+                logprob[r] = -np.inf
+            continue
         if i + 1 < width:
             p, q = kept / float(kept.sum()), real(mass[n, i + 1, :limit])
             q, draft, purpose = q / q.sum(), drafts[n, i + 1], RESIDUAL
@@ -316,6 +318,7 @@ def inject(f, wkv, kv_bias, k_norm, eps, cos, sin, slot, pos, cache_k, cache_v, 
 def stage(anchor, start, fresh, done, fill, ids, slot, pos, begin, end, row):
     """Rows of one pass of width w = T/N: ids = [anchor, fill[1..w-1]] at start..start+w-1; done slots get pos -1.
 
+    A fill of -1, which a drafter whose logits are not finite leaves, becomes id 0: any draft will do.
     begin, end: the block's first position and one past its last; row: where the row's taps go,
     slot * B + fresh + i: behind the rows that wait for injection; -1 past the slot's B rows.
     """
@@ -323,7 +326,7 @@ def stage(anchor, start, fresh, done, fill, ids, slot, pos, begin, end, row):
     for n in range(len(anchor)):
         for i in range(width):
             r = n * width + i
-            ids[r] = anchor[n] if i == 0 else fill[n, i]
+            ids[r] = anchor[n] if i == 0 else max(fill[n, i], 0)
             slot[r] = n
             at = fresh[n] + i
             row[r] = n * fill.shape[1] + at if at < fill.shape[1] else -1
@@ -341,16 +344,16 @@ def stage_context(start, fresh, slot, pos):
         fresh[n] = 0
 
 
-STOPPED, OUT_OF_BUDGET = 1, 2  # record[:, 2]; 0 while the slot runs
+STOPPED, OUT_OF_BUDGET, NOT_FINITE = 1, 2, 3  # record[:, 2]; 0 while the slot runs
 
 
 def accept(drafts, choice, stop, start, anchor, fresh, left, done, record):
     """Accept, commit, stop, next anchor, for every slot (models.md 7.4).
 
     choice[n*v + i]: the target's token after row i. The longest prefix with drafts[i+1] == choice[i] is kept, then
-    the target's own token; the sum is cut at the budget and after the first stop id. record: tokens committed,
-    drafts kept before the cuts, why it ended, B tokens, then the B drafts that were looked at (column 0 is -1): all that
-    the host reads of a round.
+    the target's own token; the sum is cut at the budget, after the first stop id and before the first choice of -1 (the
+    target's logits are not finite). record: tokens committed, drafts kept before the cuts, why it ended, B tokens, then
+    the B drafts that were looked at (column 0 is -1): all that the host reads of a round.
     """
     width = len(choice) // len(start)
     for n in range(len(start)):
@@ -359,14 +362,17 @@ def accept(drafts, choice, stop, start, anchor, fresh, left, done, record):
         own_drafts = record[n, 3 + drafts.shape[1] :]
         if done[n]:
             continue
-        own_drafts[1:width] = drafts[n, 1:width]
+        own_drafts[1:width] = np.maximum(drafts[n, 1:width], 0)
         own = choice[n * width : (n + 1) * width]
         kept = 0
-        while kept + 1 < width and drafts[n, kept + 1] == own[kept]:
+        while kept + 1 < width and drafts[n, kept + 1] == own[kept] >= 0:
             kept += 1
         emitted = 0
         while emitted < min(kept + 1, left[n]) and not done[n]:
             token = own[emitted]
+            if token < 0:
+                done[n] = NOT_FINITE
+                break
             record[n, 3 + emitted] = token
             emitted += 1
             if token in stop:
@@ -376,5 +382,6 @@ def accept(drafts, choice, stop, start, anchor, fresh, left, done, record):
         left[n] -= emitted
         if left[n] == 0 and not done[n]:
             done[n] = OUT_OF_BUDGET
-        anchor[n] = record[n, 2 + emitted]
+        if emitted:
+            anchor[n] = record[n, 2 + emitted]
         record[n, :3] = emitted, kept, done[n]

@@ -8,11 +8,13 @@ import numpy as np
 
 from . import drafter as draft
 from . import target as verifier
+from .errors import UserError
 from .request import Request, release, reserve
 from .stats import Memory, Result, Round, Timing
 from .text import RoundText
 
 REASONS = {0: None, 1: "stop", 2: "length"}
+NOT_FINITE = 3  # as in kernels/oracle.py
 
 
 def stream(engine, prompt, **options):
@@ -62,6 +64,8 @@ def rounds_of(engine, request, timing):
         begun = time.perf_counter()
         firsts = prefill(engine, s, request)
         timing.prefill_s = timing.ttft_s = time.perf_counter() - begun
+        if firsts[0][0] < 0:
+            raise not_finite(len(request.ids) - 1)
         for number, first in enumerate(firsts):
             if not engine.is_interrupted:
                 yield from sample_rounds(engine, s, request, timing, number, first)
@@ -74,14 +78,15 @@ def sample_rounds(engine, s, request, timing, number, first):
     ops, texts, is_scored = engine.ops, RoundText(engine.tokenizer, request.stop), request.sampling.logprobs
     begin(engine, s, request, number, first)
     record = ops.download(s.record)[0]
-    reason = REASONS[int(record[2])]
+    why = int(record[2])
+    reason = REASONS[why]
     seconds = 0.0 if number else timing.prefill_s
     begun = Round([int(record[3])], seconds=seconds, finish_reason=reason, sample=number, logprobs=first[1])
     yield from texts.push(begun, reason is not None)
     waiting, committed = 0, 1  # context features not injected yet, as s.fresh says; tokens of the sample
     is_checked, started = os.environ.get("MINIDFLASH_CHECK") == "1", deque()
     try:
-        while reason is None and not (texts.is_stopped or engine.is_interrupted):
+        while why == 0 and not (texts.is_stopped or engine.is_interrupted):
             since = time.perf_counter()
             # A GPU has the next round to do while the host reads this one; it is dropped where this one is the last.
             while len(started) <= (0 if is_checked else ops.rounds_ahead):
@@ -100,9 +105,11 @@ def sample_rounds(engine, s, request, timing, number, first):
             emitted, accepted, why = (int(v) for v in record[:3])
             injected = waiting if is_injecting else None
             waiting, committed = emitted if is_injecting else waiting + emitted, committed + emitted
+            if not emitted:  # not even the first of its rows had finite logits
+                break
             engine.schedule.learn(width, accepted, emitted, cost)
             timing.decode_s += seconds
-            reason = REASONS[why]
+            reason = REASONS.get(why)
             if is_checked:
                 check(engine, s, request, record, committed, injected)
             tokens, logprobs = record[3 : 3 + emitted].tolist(), [p[:emitted].tolist() for p in scores]
@@ -112,6 +119,17 @@ def sample_rounds(engine, s, request, timing, number, first):
         for _, _, result in started:
             result()  # its copies end before their memory is another's
     yield from texts.finish()
+    if why == NOT_FINITE and not texts.is_stopped:
+        raise not_finite(len(request.ids) + committed - 1)
+
+
+def not_finite(position):
+    """The UserError of a run whose target computes no numbers. Code 1: what was generated before it is right."""
+    return UserError(
+        f"the target's logits at position {position} are not finite (NaN or infinity): damaged weights, or an overflow",
+        "fetch the checkpoint again, or try --activations f32",
+        code=1,
+    )
 
 
 def one_round(engine, s, drafts, width, is_injecting, choice="likeliest"):

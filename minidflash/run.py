@@ -144,6 +144,10 @@ def run(engine, request, args, interrupt, trace=None):
             if is_streaming:
                 is_first = len(rounds) == 1 or rounds[-2].sample != r.sample
                 write(BETWEEN * (is_first and r.sample > 0) + shown(r.text, r.tokens, is_first))
+    except UserError:
+        if rounds and is_streaming:  # what came is the target's own; the error begins a line
+            write("\n")
+        raise
     except KeyboardInterrupt:  # before the first token
         interrupt.count = max(1, interrupt.count)
     is_whole = rounds and rounds[-1].finish_reason and rounds[-1].sample == request.sampling.samples - 1

@@ -11,10 +11,8 @@ PLACES = [ROOT / "tests" / "golden", *map(Path, filter(None, [os.environ.get("MI
 
 
 def golden(name):
-    """Folder of one golden case; skips in words where the fixtures are absent, fails in CI."""
+    """Folder of one golden case; skips in words where the fixtures are absent (in CI every such skip fails)."""
     for place in PLACES:
         if (place / name / "golden.safetensors").is_file():
             return place / name
-    if os.environ.get("CI"):
-        pytest.fail(f"golden fixture {name} not found: set MINIDFLASH_GOLDEN")
     pytest.skip(f"golden fixture {name} is not here: set MINIDFLASH_GOLDEN")

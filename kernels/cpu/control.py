@@ -2,7 +2,7 @@
 
 from .jit import jit
 
-STOPPED, OUT_OF_BUDGET = 1, 2
+STOPPED, OUT_OF_BUDGET, NOT_FINITE = 1, 2, 3
 
 
 @jit
@@ -11,7 +11,7 @@ def _stage(anchor, start, fresh, done, fill, ids, slot, pos, begin, end, row):
     for n in range(len(anchor)):
         for i in range(width):
             r = n * width + i
-            ids[r] = anchor[n] if i == 0 else fill[n, i]
+            ids[r] = anchor[n] if i == 0 else max(fill[n, i], 0)
             slot[r] = n
             pos[r] = -1 if done[n] else start[n] + i
             begin[r] = start[n]
@@ -55,13 +55,16 @@ def _accept(drafts, choice, stop, start, anchor, fresh, left, done, record):
         if done[n]:
             continue
         for i in range(1, width):
-            record[n, 3 + drafts.shape[1] + i] = drafts[n, i]
+            record[n, 3 + drafts.shape[1] + i] = max(drafts[n, i], 0)
         own = choice[n * width : (n + 1) * width]
         kept = 0
-        while kept + 1 < width and drafts[n, kept + 1] == own[kept]:
+        while kept + 1 < width and drafts[n, kept + 1] == own[kept] and own[kept] >= 0:
             kept += 1
         emitted = 0
         while emitted < min(kept + 1, left[n]) and done[n] == 0:
+            if own[emitted] < 0:
+                done[n] = NOT_FINITE
+                break
             record[n, 3 + emitted] = own[emitted]
             if _is_stop(own[emitted], stop):
                 done[n] = STOPPED
@@ -71,7 +74,8 @@ def _accept(drafts, choice, stop, start, anchor, fresh, left, done, record):
         left[n] -= emitted
         if left[n] == 0 and done[n] == 0:
             done[n] = OUT_OF_BUDGET
-        anchor[n] = record[n, 2 + emitted]
+        if emitted:
+            anchor[n] = record[n, 2 + emitted]
         record[n, 0], record[n, 1], record[n, 2] = emitted, kept, done[n]
 
 

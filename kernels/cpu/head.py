@@ -4,13 +4,15 @@ import numba
 import numpy as np
 
 from .jit import jit
-from .scalar import F
+from .scalar import F, all_finite
 from .tiles import lay_tokens, matmul
 
 
 @jit
 def _argmax(work, at, count):
-    """Smallest index of the largest of work[at : at + count]; a NaN never wins."""
+    """Smallest index of the largest of work[at : at + count]; -1 where one of them is not finite."""
+    if not all_finite(work[at : at + count]):
+        return -1
     best, index = F(-np.inf), 0
     for n in range(count):
         if work[at + n] > best:

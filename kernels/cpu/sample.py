@@ -8,7 +8,7 @@ import numba
 import numpy as np
 
 from .jit import jit
-from .scalar import F, exp
+from .scalar import F, all_finite, exp
 from .tiles import lay_tokens, matmul
 from .vector import bits_from_f32, row_max
 
@@ -180,16 +180,14 @@ def _step(mass):
 
 @jit
 def _best(logits):
-    """The largest, after NaN became -infinity."""
-    for n in range(len(logits)):
-        logits[n] = logits[n] if logits[n] == logits[n] else F(-np.inf)
-    return row_max(logits, 0, len(logits))
+    """The largest; NaN where one of them is not finite."""
+    return row_max(logits, 0, len(logits)) if all_finite(logits) else F(np.nan)
 
 
 @jit
 def _certain(logits, best, temperature):
-    """The id that has all the mass, or -1."""
-    if not best > F(-3.4e38):
+    """The id that has all the mass, or -1. Logits that are not finite have no law: id 0."""
+    if best != best:
         return 0
     if temperature >= GREEDY_BELOW:
         return -1
@@ -226,9 +224,6 @@ def _filter(logits, best, key, law, bins, ids, mass):
 @jit
 def _score(logits, best, found, share, bins, mass, logprob):
     """Log-probabilities of the found id, whose share of the filtered law is known."""
-    if not best > F(-3.4e38):
-        logprob[:] = F(-np.inf)
-        return
     logprob[0] = np.log(share)
     _weigh(logits, best, F(1.0), mass)
     every = np.float64(_sums(mass, bins, _step(mass))) / MASS
@@ -237,8 +232,11 @@ def _score(logits, best, found, share, bins, mass, logprob):
 
 @jit
 def _sample(logits, key, law, position, logprob, bins, ids, mass):
-    """One row's id. logprob: (2,) to fill, or empty."""
+    """One row's id, -1 where a logit is not finite. logprob: (2,) to fill, or empty."""
     best = _best(logits)
+    if best != best:
+        logprob[:] = F(-np.inf)
+        return -1
     found, share = _certain(logits, best, law[0]), 1.0
     if found < 0:
         _filter(logits, best, key, law, bins, ids, mass)
@@ -251,8 +249,14 @@ def _sample(logits, key, law, position, logprob, bins, ids, mass):
 
 @jit
 def _reject(logits, key, law, position, draft, drafted, logprob, bins, ids, mass):
-    """One row's id: the draft, or another. draft, drafted: the id and its law's masses; -1 behind the last."""
+    """One row's id: the draft, or another; -1 where a logit is not finite.
+
+    draft, drafted: the id and its law's masses; -1 behind the last.
+    """
     best = _best(logits)
+    if best != best:
+        logprob[:] = F(-np.inf)
+        return -1
     _filter(logits, best, key, law, bins, ids, mass)
     total = np.float64(_sums(mass, bins, _step(mass)))
     found, left = -1, False

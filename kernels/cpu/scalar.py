@@ -31,6 +31,15 @@ def to_bf16(value):
     return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
 
 
+@jit
+def all_finite(values):
+    """Whether no f32 of a contiguous array is NaN or infinite. A maximum of whole numbers, which vectors do."""
+    largest = np.int32(0)
+    for bits in values.view(np.int32):
+        largest = max(largest, np.int32(bits & np.int32(0x7FFFFFFF)))
+    return largest < np.int32(0x7F800000)
+
+
 def rounded(value, out):
     """value in the element type of the array `out`: f32 as it is, bf16 rounded."""
     raise NotImplementedError("only inside compiled code")

@@ -118,11 +118,14 @@ struct Best {
     int index;
 };
 
-/* The larger value; of equal values the smaller index. A NaN never wins against a number. */
+/* What competes for the best: a value that is NaN or infinite beats all numbers, and its index is -1. */
+__device__ __forceinline__ Best candidate(float value, int index) {
+    return fabsf(value) <= 3.40282347e38f ? Best{value, index} : Best{infinity(), -1};
+}
+
+/* The larger value; of equal values the smaller index. No value is NaN. */
 __device__ __forceinline__ Best better(Best a, Best b) {
-    bool second = b.value > a.value || (b.value == a.value && b.index < a.index) ||
-                  (a.value != a.value && b.value == b.value);
-    return second ? b : a;
+    return b.value > a.value || (b.value == a.value && b.index < a.index) ? b : a;
 }
 
 __device__ __forceinline__ Best warp_best(Best best) {

@@ -4,7 +4,7 @@
  * Source: models.md 7.4, engine.md 2. Truth: oracle.py stage, stage_context, accept. */
 #include "sm90.cuh"
 
-constexpr int STOPPED = 1, OUT_OF_BUDGET = 2;
+constexpr int STOPPED = 1, OUT_OF_BUDGET = 2, NOT_FINITE = 3;
 
 /* Rows n*width .. of a pass: the anchor, then what fills the block. fill: (slots, B). */
 extern "C" __global__ void stage(const int* anchor, const int* start, const int* fresh, const int* done,
@@ -15,7 +15,7 @@ extern "C" __global__ void stage(const int* anchor, const int* start, const int*
     int n = blockIdx.x, first = start[n];
     for (int i = threadIdx.x; i < width; i += blockDim.x) {
         int r = n * width + i, tap = fresh[n] + i;
-        ids[r] = i == 0 ? anchor[n] : fill[n * B + i];
+        ids[r] = i == 0 ? anchor[n] : max(fill[n * B + i], 0);
         slot[r] = n;
         pos[r] = done[n] ? -1 : first + i;
         begin[r] = first;
@@ -60,21 +60,22 @@ extern "C" __global__ void accept(const int* drafts, const int* choice, const in
     drafts += n * B;
     choice += n * width;
     record += n * (2 * B + 3);
-    auto differs = [&](int i) { return drafts[i + 1] != choice[i]; };
-    auto stops = [&](int i) {
+    auto differs = [&](int i) { return drafts[i + 1] != choice[i] || choice[i] < 0; };
+    auto ends = [&](int i) {
+        if (choice[i] < 0) return true;  // the target's logits are not finite
         for (int s = 0; s < X; ++s)
             if (stop[s] == choice[i]) return true;
         return false;
     };
     int kept = is_done ? 0 : first_where(width - 1, differs);
     int most = is_done ? 0 : min(kept + 1, budget);
-    int emitted = first_where(most, stops);
-    bool is_stopped = emitted < most;
+    int emitted = first_where(most, ends);
+    bool is_broken = emitted < most && choice[emitted] < 0, is_stopped = emitted < most && !is_broken;
     emitted += is_stopped;  // the stop id is kept
-    int why = is_stopped ? STOPPED : emitted == budget ? OUT_OF_BUDGET : 0;
+    int why = is_broken ? NOT_FINITE : is_stopped ? STOPPED : emitted == budget ? OUT_OF_BUDGET : 0;
     for (int i = lane_index(); i < B; i += 32) {
         record[3 + i] = i < emitted ? choice[i] : -1;
-        record[3 + B + i] = !is_done && 0 < i && i < width ? drafts[i] : -1;
+        record[3 + B + i] = !is_done && 0 < i && i < width ? max(drafts[i], 0) : -1;
     }
     if (lane_index() != 0) return;
     record[0] = emitted, record[1] = kept, record[2] = is_done ? 0 : why;
@@ -83,5 +84,5 @@ extern "C" __global__ void accept(const int* drafts, const int* choice, const in
     fresh[n] += emitted;
     left[n] = budget - emitted;
     done[n] = why;
-    anchor[n] = emitted ? choice[emitted - 1] : 0;
+    if (emitted) anchor[n] = choice[emitted - 1];
 }

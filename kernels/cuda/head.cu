@@ -1,4 +1,4 @@
-/* head: ids[pick[i]] = the smallest argmax of the first `limit` logits of row i; a NaN never wins.
+/* head: ids[pick[i]] = the smallest argmax of the first `limit` logits of row i; -1 where one is not finite.
  * Grid:   one block a picked row, 256 threads.
  * Moves:  M*limit floats that linear wrote; bound by L2.
  * Source: playbook 3. Truth: oracle.py head. */
@@ -8,7 +8,7 @@
 extern "C" __global__ void head(const float* logits, const int* pick, int* ids, int limit, int stride) {
     Best best{-infinity(), 0};
     for (int n = threadIdx.x; n < limit; n += blockDim.x)
-        best = better(best, Best{logits[(size_t)blockIdx.x * stride + n], n});
+        best = better(best, candidate(logits[(size_t)blockIdx.x * stride + n], n));
     best = block_best(best);
     if (threadIdx.x == 0) ids[pick[blockIdx.x]] = best.index;
 }

@@ -1,4 +1,4 @@
-/* head_fast: ids[pick[r]] = the smallest argmax of (W n(x[pick[r]]))[:limit].
+/* head_fast: ids[pick[r]] = the smallest argmax of (W n(x[pick[r]]))[:limit]; -1 where one is not finite.
  * head_logits_fast: W n(x) itself, of all rows without pick, in f32: the same product, so that ids are its
  * argmax bit for bit, and what sample draws from.
  * Grid:   skinny.cuh with one slice. The head's logits never reach memory: each block keeps the best of its
@@ -7,12 +7,6 @@
  * Truth:  oracle.py head, head_logits; here x times the norm's scale is rounded to bf16 before the product.
  */
 #include "skinny.cuh"
-
-/* A NaN counts as -infinity, so of nothing but NaN the first wins, as in the oracle. */
-__device__ __forceinline__ void consider(Best& best, float value, int index) {
-    if (value != value) value = -infinity();
-    best = better(best, Best{value, index});
-}
 
 struct KeepBest {
     const Task& task;
@@ -31,8 +25,8 @@ struct KeepBest {
 #pragma unroll
         for (int q = 0; q < UNITS; ++q) {
             float r = scale.of[token_of(q)];
-            if (n < limit) consider(best[q], v[q].x * r, n);
-            if (n + 8 < limit) consider(best[q], v[q].y * r, n + 8);
+            if (n < limit) best[q] = better(best[q], candidate(v[q].x * r, n));
+            if (n + 8 < limit) best[q] = better(best[q], candidate(v[q].y * r, n + 8));
         }
     }
 

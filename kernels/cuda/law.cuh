@@ -25,16 +25,14 @@ __device__ __forceinline__ float logit_of(u32 order) {
 struct Law {
     const float* logits;
     int count;
-    int only;  // the id that has all the mass, or -1
+    int only;        // the id that has all the mass, or -1
+    bool is_broken;  // a logit is not finite: there is no law, and id 0 has all the mass
     float best, per_unit /* 1 / temperature */;
     u32 cut;    // order of the last logit that the filters keep
     int last;   // and of the ids with that logit, the last one
     u64 least;  // mass that min_p asks for
 
-    __device__ __forceinline__ float logit(int n) const {
-        float value = logits[n];
-        return value == value ? value : -infinity();
-    }
+    __device__ __forceinline__ float logit(int n) const { return logits[n]; }
     __device__ __forceinline__ float depth(float logit) const {
         float z = logit == best ? 0.f : (logit - best) * per_unit;
         return z > -80.f ? z : -80.f;
@@ -245,17 +243,17 @@ __device__ __forceinline__ void cut_at(Search& search, int& turn, Law& law, Need
 /* The law of the first `limit` logits. key: seed, sample, top_k. laws: temperature, top_p, min_p. */
 __device__ __forceinline__ Law filtered(Search& search, int& turn, const float* logits, int limit,
                                         const int* key, const float* laws) {
-    Law law{logits, limit, -1, 0.f, 1.f / laws[0], 0, limit, 0};
+    Law law{logits, limit, -1, false, 0.f, 1.f / laws[0], 0, limit, 0};
     Best best{-infinity(), 0x7fffffff};
-    each_id(limit, [&](int n) { best = better(best, Best{law.logit(n), n}); });
+    each_id(limit, [&](int n) { best = better(best, candidate(logits[n], n)); });
     best = block_best(best);
     if (threadIdx.x == 0) search.best = best;
     cluster_sync();
     for (u32 k = 0; k < cluster_size(); ++k) best = better(best, *map_shared(&search.best, k));
     law.best = best.value;
-    bool is_nothing = !(best.value > -3.4e38f);
-    if (is_nothing || laws[0] < GREEDY_BELOW) {
-        law.only = is_nothing ? 0 : best.index;
+    law.is_broken = best.index < 0;
+    if (law.is_broken || laws[0] < GREEDY_BELOW) {
+        law.only = max(best.index, 0);
         return law;
     }
     int top_k = key[3];
@@ -309,18 +307,22 @@ __device__ __forceinline__ int draw(Search& search, int count, const Total& tota
 }
 
 /* The chosen id of row r, from the block where it is not -1, and its log-probability under the law and under
- * the model's own (temperature 1, no filter). total: mass of the law. All blocks of the row take part. */
+ * the model's own (temperature 1, no filter). total: mass of the law. is_refused: the id is -1 instead.
+ * All blocks of the row take part. */
 __device__ __forceinline__ void write_choice(Search& search, int& turn, Law law, int found, u64 total, int r,
-                                             int* ids, float* logprob) {
+                                             int* ids, float* logprob, bool is_refused) {
     bool is_writer = found >= 0 && threadIdx.x == 0;
-    if (is_writer) ids[r] = found;
+    if (is_writer) ids[r] = is_refused ? -1 : found;
     if (!logprob) return;
+    if (is_refused) {
+        if (is_writer) logprob[2 * r] = logprob[2 * r + 1] = -infinity();
+        return;
+    }
     float share = is_writer ? (float)law.kept(found) / (float)total : 0.f;
-    bool is_nothing = !(law.best > -3.4e38f);
-    law.per_unit = 1.f, law.cut = 0, law.last = law.count, law.least = 0, law.only = is_nothing ? 0 : -1;
+    law.per_unit = 1.f, law.cut = 0, law.last = law.count, law.least = 0, law.only = -1;
     float every = (float)total_of(search, turn, law.count, [&](int n) { return law.kept(n); }).all / MASS;
     if (!is_writer) return;
-    logprob[2 * r] = is_nothing ? -infinity() : logf(share);
+    logprob[2 * r] = logf(share);
     float logit = law.logit(found), below = logit == law.best ? 0.f : logit - law.best;
-    logprob[2 * r + 1] = is_nothing ? -infinity() : below - logf(every);
+    logprob[2 * r + 1] = below - logf(every);
 }

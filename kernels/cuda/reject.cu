@@ -48,6 +48,6 @@ extern "C" __global__ void __launch_bounds__(512, 1)
             }
         }
     }
-    write_choice(search, turn, law, found, all, r, ids, logprob);
+    write_choice(search, turn, law, found, all, r, ids, logprob, law.is_broken);
     cluster_sync();  // nobody reads this block's memory any more
 }

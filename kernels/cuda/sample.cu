@@ -19,7 +19,8 @@ extern "C" __global__ void __launch_bounds__(512, 1)
     Total total = total_of(search, turn, limit, kept);
     u32 position = pos[r] + (purpose == DRAW);  // a draft is for the row's own
     int found = draw(search, limit, total, random_bits(key, position, purpose), kept);
-    write_choice(search, turn, law, found, total.all, r, ids, logprob);
+    // A draft may be anything: of a drafter without a law it is id 0, for certain.
+    write_choice(search, turn, law, found, total.all, r, ids, logprob, law.is_broken && purpose == DRAW);
     if (mass) {
         mass += (size_t)r * stride;
         each_id(limit, [&](int n) { mass[n] = (float)law.kept(n); });

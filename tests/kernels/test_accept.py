@@ -9,7 +9,7 @@ from tests.cases import run, truth
 
 B = 6
 STOP = 77
-RUNS, STOPPED, OUT_OF_BUDGET = 0, 1, 2
+RUNS, STOPPED, OUT_OF_BUDGET, NOT_FINITE = 0, 1, 2, 3
 
 
 def expect(drafts, own, stops, left, start, fresh, done, anchor):
@@ -17,16 +17,17 @@ def expect(drafts, own, stops, left, start, fresh, done, anchor):
     if done:
         return {"record": [0, 0, 0], "tokens": [], "start": start, "fresh": fresh, "left": left, "done": done,
                 "anchor": anchor}  # fmt: skip
-    right = [d == t for d, t in zip(drafts, own, strict=False)]
+    right = [d == t and t != -1 for d, t in zip(drafts, own, strict=False)]
     kept = len(list(itertools.takewhile(bool, right)))
-    tokens = own[: kept + 1][:left]
+    tokens, why = own[: kept + 1][:left], RUNS
     for i, token in enumerate(tokens):
-        if token in stops:
-            tokens = tokens[: i + 1]
+        if token == -1 or token in stops:
+            tokens, why = (tokens[:i], NOT_FINITE) if token == -1 else (tokens[: i + 1], STOPPED)
             break
-    why = STOPPED if tokens[-1] in stops else OUT_OF_BUDGET if len(tokens) == left else RUNS
+    why = why or (OUT_OF_BUDGET if len(tokens) == left else RUNS)
+    anchor = tokens[-1] if tokens else anchor
     return {"record": [len(tokens), kept, why], "tokens": tokens, "start": start + len(tokens),
-            "fresh": fresh + len(tokens), "left": left - len(tokens), "done": why, "anchor": tokens[-1]}  # fmt: skip
+            "fresh": fresh + len(tokens), "left": left - len(tokens), "done": why, "anchor": anchor}  # fmt: skip
 
 
 def play(ops, slots, width, stops=(STOP,)):
@@ -49,7 +50,7 @@ def play(ops, slots, width, stops=(STOP,)):
         want = expect(s["drafts"], s["own"], stops, *(int(case[k][n]) for k in ("left", "start", "fresh", "done")),
                       int(case["anchor"][n]))  # fmt: skip
         tokens = want.pop("tokens")
-        seen = [] if s.get("done") else s["drafts"]
+        seen = [] if s.get("done") else [max(draft, 0) for draft in s["drafts"]]
         record = (
             want.pop("record") + tokens + [-1] * (B - len(tokens)) + [-1, *seen] + [-1] * (B - 1 - len(seen))
         )
@@ -100,6 +101,18 @@ def test_several_stop_ids_and_none(ops):
 def test_done_slots_stay_as_they_are(ops):
     slots = [slot(3, B, done=1, left=7, fresh=2), slot(2, B, fresh=1), slot(B - 1, B, done=2, left=0)]
     play(ops, slots, B)
+
+
+@pytest.mark.parametrize("at", range(B))
+@pytest.mark.parametrize("stops", [(STOP,), (12,), ()])  # without stop ids the list holds a -1
+def test_logits_that_are_not_finite_end_the_slot(ops, at, stops):
+    for kept in range(B):
+        for budget in (1, 3, 100):
+            s = slot(kept, B, left=budget)
+            s["own"][at] = -1
+            play(ops, [s], B, stops)
+            s["drafts"][at % (B - 1)] = -1  # a draft that is no number either: the two must not agree
+            play(ops, [s], B, stops)
 
 
 def test_plain_rounds_let_features_wait(ops):

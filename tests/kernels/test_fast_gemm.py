@@ -165,12 +165,21 @@ def test_head_ties_go_to_the_smallest_id(ops, rng, same):
 
 
 @on_gpu_backends
-def test_head_nan_never_wins(ops, rng):
-    case = test_head.make(ops, rng, 3, 40, 61)
-    case["w"].array[7] = stored(np.nan, "bf16")
+def test_head_gives_no_id_where_a_logit_is_not_finite(ops, rng):
+    case = test_head.make(ops, rng, 3, 40, 61, limit=60)
+    wanted = truth("head", case)["ids"].tolist()
+    case["w"].array[60] = stored(np.nan, "bf16")  # behind the limit
     case["x"][2] = stored(np.nan, "bf16")
-    got = fast_run(ops, "head", case)["ids"]
-    assert got[:2].tolist() == truth("head", case)["ids"][:2].tolist() and got[2] == 0
+    assert fast_run(ops, "head", case)["ids"].tolist() == [*wanted[:2], -1]
+    for bad, value in ((0, np.nan), (7, np.inf), (8, -np.inf), (59, np.nan)):
+        case = test_head.make(ops, rng, 3, 40, 61, limit=60)
+        case["w"].array[bad] = stored(value, "bf16")
+        assert fast_run(ops, "head", case)["ids"].tolist() == [-1] * 3, (bad, value)
+
+
+@on_gpu_backends
+def test_head_of_zeros_is_zero(ops, rng):
+    case = test_head.make(ops, rng, 3, 40, 61)
     case["x"][:] = 0
     assert fast_run(ops, "head", case)["ids"].tolist() == [0] * 3
 

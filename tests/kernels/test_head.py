@@ -78,15 +78,18 @@ def test_all_equal_gives_zero(ops, rng):
     assert run(ops, "head", case)["ids"].tolist() == [0] * 5
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")
 @pytest.mark.parametrize("bad", [0, 7, 16, 60])
-def test_nan_is_never_chosen(ops, rng, bad):
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_logit_that_is_not_finite_gives_no_id(ops, rng, bad, value):
     case = make(ops, rng, 3, 40, 61)
-    case["w"].array[bad] = stored(np.nan, "bf16")
-    wanted = np.nan_to_num(logits(case), nan=-np.inf).argmax(1)
-    got = run(ops, "head", case)["ids"]
-    assert got.tolist() == wanted.tolist() and bad not in got
-    case["w"].array[:] = stored(np.nan, "bf16")
-    assert run(ops, "head", case)["ids"].tolist() == [0, 0, 0], "nothing to choose: an id in range"
+    wanted = logits(case).argmax(1).tolist()
+    case["x"][1] = stored(value, ops.activations)  # of one row
+    assert run(ops, "head", case)["ids"].tolist() == [wanted[0], -1, wanted[2]]
+    case = make(ops, rng, 3, 40, 61, limit=60)
+    case["w"].array[bad] = stored(value, "bf16")  # of one id
+    wanted = [-1] * 3 if bad < 60 else logits(case)[:, :60].argmax(1).tolist()
+    assert run(ops, "head", case)["ids"].tolist() == wanted, "ids from the limit on do not count"
 
 
 def test_negative_logits_have_a_largest_too(ops, rng):

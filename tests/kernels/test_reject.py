@@ -207,7 +207,10 @@ def test_extremes_give_no_nan(ops, temperature):
             picked = drafted["mass"].reshape(2, 3, 9)[:, 1:]
             assert np.isfinite(picked).all() and (picked.sum(-1) >= 2**43).all()
             case = decision(ops, p, 2, 3, drafted["ids"], drafted["mass"], **law)
-            agree(run(ops, "reject", case), truth("reject", case), (p, q))
+            got = run(ops, "reject", case)
+            agree(got, truth("reject", case), (p, q))
+            assert (got["ids"] == -1).all() == (not np.isfinite(p).all()), p
+            assert np.isfinite(q).all() or (drafted["ids"].reshape(2, 3)[:, 1:] == 0).all(), q
 
 
 @pytest.mark.parametrize("ops", parameters(["numba", "emulate", "cuda"]), indirect=True)

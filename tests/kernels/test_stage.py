@@ -46,3 +46,10 @@ def test_column_0_of_fill_is_not_read(ops, rng):
     case["fill"][:, 0] = -5
     after = run(ops, "stage", case, T=2 * B)
     assert all((before[name] == after[name]).all() for name in before)
+
+
+def test_a_fill_that_is_no_id_becomes_id_0(ops, rng):
+    case = case_of(rng, 2)
+    case["fill"][0, 3] = case["fill"][1, 1] = -1
+    ids = run(ops, "stage", case, T=2 * B)["ids"].reshape(2, B)
+    assert ids[0, 3] == ids[1, 1] == 0 and (ids > 0).sum() == 2 * B - 2

@@ -1,0 +1,75 @@
+"""What CI means: its script says that it is CI, and there a test that skips fails, unless it needs a GPU."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+TESTS = """
+import pytest
+
+def test_runs():
+    pass
+
+@pytest.mark.gpu
+def test_needs_a_gpu():
+    pytest.skip("no GPU")
+
+@pytest.mark.xfail(strict=True)
+def test_is_known_to_fail():
+    assert False
+"""
+SKIPS = {
+    "in a test": "import pytest\n\ndef test_it():\n    pytest.skip('no tool here')\n",
+    "in a fixture": "import pytest\n\n@pytest.fixture\ndef tool():\n    pytest.skip('no tool here')\n\ndef test_it(tool):\n    pass\n",
+    "by a mark": "import pytest\n\n@pytest.mark.skipif(True, reason='no tool here')\ndef test_it():\n    pass\n",
+    "of a file": "import pytest\n\npytest.skip('no tool here', allow_module_level=True)\n",
+}  # fmt: skip
+
+
+def run(folder, ci):
+    """(exit code, output) of pytest over a folder of its own, with this project's conftest."""
+    env = {key: value for key, value in os.environ.items() if key != "CI"}
+    env |= {"PYTHONPATH": os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")])} | (
+        {"CI": "true"} if ci else {}
+    )
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers = gpu: needs one\n")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "tests.conftest",
+        "-p",
+        "no:cacheprovider",
+        str(folder),
+    ]
+    done = subprocess.run(command, check=False, cwd=folder, env=env, capture_output=True, text=True)
+    return done.returncode, done.stdout
+
+
+def test_gpu_tests_may_skip_and_known_failures_fail(tmp_path):
+    (tmp_path / "test_some.py").write_text(TESTS)
+    code, out = run(tmp_path, ci=True)
+    assert code == 0 and re.search(r"1 passed, 1 skipped, 1 xfailed", out), out
+
+
+@pytest.mark.parametrize("where", SKIPS)
+def test_a_skip_fails_in_ci_and_only_there(where, tmp_path):
+    (tmp_path / "test_some.py").write_text(TESTS)
+    (tmp_path / "test_skips.py").write_text(SKIPS[where])
+    code, out = run(tmp_path, ci=True)
+    assert code != 0 and "where only tests marked gpu may be: Skipped: no tool here" in out, out
+    code, out = run(tmp_path, ci=False)
+    assert code == 0 and "2 skipped" in out, out
+
+
+def test_the_script_says_that_it_is_ci_before_its_tests():
+    lines = (ROOT / ".ci" / "run").read_text().splitlines()
+    exports = [n for n, line in enumerate(lines) if line.split("#")[0].strip() == "export CI=true"]
+    assert exports and exports[0] < lines.index('bash -c "$tests"')
