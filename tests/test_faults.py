@@ -66,6 +66,7 @@ buffers are reused, not grown
 caches are only caches
 nothing heavy is imported
 arguments of kernels are checked
+wrappers become their instructions
 """.strip().splitlines()
 
 
