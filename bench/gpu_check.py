@@ -1,6 +1,7 @@
-"""Is the cuda backend right on this card? Kernel tests, golden pairs, sampling, the embedded pair; one table and one JSON file.
+"""Is the cuda backend right on this card? Kernel tests, golden pairs, sampling, the embedded pair, planted faults; one table
+and one JSON file.
 
-    python bench/gpu_check.py [--only kernels golden sampling pair tau] [--commit C] [--seconds 500]
+    python bench/gpu_check.py [--only kernels golden sampling pair tau faults] [--commit C] [--seconds 500]
 
 Needs a GPU, the packages of the extras `cuda` and `test`, no network. Golden data is read from tests/golden and
 MINIDFLASH_GOLDEN, the embedded pair's target from MINIDFLASH_CACHE. Writes bench/results/gpu-check-CARD.json, or into
@@ -38,6 +39,7 @@ PARTS = {
     "sampling": ["tests/test_sampling*.py"],
 }
 PAIR = "pair", "tau"
+FAULTS = "faults"  # of tests/faults, those that only a GPU shows
 BLOCKS, TOKENS = (16, 8, 4), 96
 
 
@@ -193,11 +195,20 @@ def tau_pair(count, tokens):
     return {"runs": 2 * len(prompts), "max_tokens": tokens, **taus, "ratio": round(ratio, 4), "wrong": wrong}
 
 
+def planted(jobs):
+    """Whether the tests catch every fault that only a GPU shows."""
+    from tests.faults import plant
+
+    outcomes = plant.plant([fault for fault in plant.read() if fault.gpu], jobs=jobs)
+    wrong = [f"{out.name}: {out.status}: {out.why}" for out in outcomes if out.status != "caught"]
+    return {"runs": len(outcomes), "wrong": wrong}
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", choices=[*PARTS, *PAIR], default=[*PARTS, *PAIR])
+    parser.add_argument("--only", nargs="+", choices=[*PARTS, *PAIR, FAULTS], default=[*PARTS, *PAIR, FAULTS])
     parser.add_argument("--commit", help="what is measured, where the tree travels without its history")
     parser.add_argument("--seconds", type=float, default=500, help="time for all of it (default %(default)s)")
     parser.add_argument("--jobs", type=int, default=12, help="test processes side by side")
@@ -219,6 +230,8 @@ def main():
                  "pair bf16 eager": lambda: bf16_pair(g, graph=False)}  # fmt: skip
     if "tau" in args.only:
         runs["tau"] = lambda: tau_pair(args.prompts, 128)
+    if FAULTS in args.only:
+        runs["planted faults"] = lambda: planted(min(4, args.jobs))
     if runs:
         for name, run in runs.items():
             since = time.perf_counter()

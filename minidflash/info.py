@@ -1,6 +1,5 @@
 """`minidflash info`: this machine and its backends, the resolved facts of a pair and where they come from, memory."""
 
-import json
 import os
 import platform
 from dataclasses import asdict, fields
@@ -9,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from . import __version__
 from .errors import UserError
 from .options import BACKENDS
-from .terminal import amount, write
+from .terminal import amount, json_line, write, write_lines
 
 PACKAGES = ("numpy", "numba", "ml-dtypes", "safetensors", "tokenizers", "jinja2", "cupy-cuda13x", "cuda-core")
 
@@ -18,7 +17,10 @@ def info(args, interrupt=None):
     """Run the subcommand. Returns the exit code. Errors: UserError for a pair that `generate` would refuse too."""
     found = {"minidflash": __version__, "machine": machine(), "packages": packages(), "backends": backends()}
     found |= pair(args)
-    write(json.dumps(found) + "\n" if args.json else "\n".join(lines(found)) + "\n")
+    if args.json:
+        write(json_line(found))
+    else:
+        write_lines(lines(found))
     return 0
 
 
@@ -148,18 +150,21 @@ def lines(found):
         return
     for role in ("target", "drafter"):
         if found[role] is None:
-            yield f"\n{role}     none: plain decoding"
+            yield ""
+            yield f"{role}     none: plain decoding"
         else:
             yield from _facts_lines(role, found[role])
     memory = found["memory"]
-    yield f"\nmemory needed at a context of {memory['ctx']} positions on {memory['backend']}, {memory['activations']}"
+    yield ""
+    yield f"memory needed at a context of {memory['ctx']} positions on {memory['backend']}, {memory['activations']}"
     for name, size in memory["bytes"].items():
         yield f"  {name:<16}{amount(size):>12}"
     yield f"  {'in all':<16}{amount(memory['total']):>12}"
 
 
 def _facts_lines(role, one):
-    yield f"\n{role}     {one['name']} in {one['folder']}"
+    yield ""
+    yield f"{role}     {one['name']} in {one['folder']}"
     for name, size in one["files"].items():
         yield f"  {name}, {amount(size)}"
     for name, fact in one["facts"].items():

@@ -1,13 +1,13 @@
 """`minidflash generate`: the prompt in, text out round by round, then JSON or statistics."""
 
-import json
 import sys
 from contextlib import nullcontext
 from pathlib import Path
 
+from .encoding import decoded
 from .errors import UserError
 from .options import load_keywords, sampling_wishes
-from .terminal import Interrupt, Progress, is_terminal, say, write
+from .terminal import Interrupt, Progress, is_terminal, json_line, say, write
 from .values import told
 
 BETWEEN = "\n\n"  # two samples
@@ -28,7 +28,7 @@ def generate(args, interrupt=None):
     if args.chat_template_arg:
         options["template_args"] = dict(map(parse_template_arg, args.chat_template_arg))
     prompt = read_prompt(args)
-    with Trace(args.trace) if args.trace else nullcontext() as trace:
+    with nullcontext() if args.trace is None else Trace(args.trace) as trace:
         engine = open_engine(args)
         request = Request.of(engine, prompt, options)
         request.options |= {"ctx": engine.ctx, "prefill_chunk": engine.chunk}
@@ -37,7 +37,7 @@ def generate(args, interrupt=None):
         warn(args, engine, request)
         rounds, result = run(engine, request, args, interrupt, trace)
     if args.json:
-        write(json.dumps(result.to_json()) + "\n")
+        write(json_line(result.to_json()))
     if args.stats:
         from .report import round_costs, stats_lines
 
@@ -77,12 +77,7 @@ def read_prompt(args):
             raise UserError(f"prompt file {where!r} cannot be read: {reason}", hint) from None
     else:
         return text
-    try:
-        text = data.decode("utf-8")  # line ends as they are: the model sees what was written
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"the prompt from {where} is not UTF-8 (byte {error.start})", "convert it to UTF-8"
-        ) from None
+    text = decoded(data, f"the prompt from {where}")  # line ends as they are: the model sees what was written
     if not text:
         raise UserError(f"the prompt from {where} is empty", EXAMPLE)
     return text

@@ -285,6 +285,9 @@ def test_a_hub_id_fetches_what_it_names_and_no_more(fake_hub, tmp_path):
     (local / SINGLE).unlink()
     (remote / INDEX).write_text(json.dumps({"weight_map": names}))
     assert open_checkpoint("owner/name", "target").files[0][0] == local / "odd shard"
+    calls.clear()
+    open_checkpoint("owner/name", "target", offline=True)
+    assert calls and all(call[2] for call in calls)  # the client is told to look at what is there
 
 
 def test_hub_failures_are_one_line_each(monkeypatch):

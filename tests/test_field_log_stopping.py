@@ -232,6 +232,24 @@ def test_two_streams_of_one_engine_are_refused_and_do_no_harm(tmp_path):
     assert sum(len(r.tokens) for r in stream) == 32
 
 
+def test_an_order_to_stop_holds_for_one_run(tmp_path):
+    engine = load(tmp_path)
+    stream = md.stream(engine, P, max_tokens=33, verify=1)
+    next(stream)
+    engine.is_interrupted = True
+    assert len(list(stream)) < 3
+    assert md.generate(engine, P, max_tokens=9).tokens == [20] * 9
+
+
+def test_runs_share_buffers_and_recorded_rounds(tmp_path, monkeypatch):
+    engine = load(tmp_path)
+    md.generate(engine, P, max_tokens=20, verify=4)
+    state, programs = engine.state, dict(engine.programs)
+    monkeypatch.setattr(engine.ops, "program", None)  # nothing is left to record
+    md.generate(engine, P, max_tokens=20, verify=4)
+    assert engine.state is state and engine.programs == programs
+
+
 def test_f79_speed_is_that_of_an_outside_clock(tmp_path, monkeypatch):
     monkeypatch.setenv("MINIDFLASH_CHECK", "0")  # its time is nobody's
     engine = load(tmp_path)

@@ -143,6 +143,14 @@ def test_a_wrong_shape_is_named(tmp_path, shape):
     refused(drafter_of, drafter, "layers.0.self_attn.o_proj.weight", str(list(shape)))
 
 
+def test_a_transposed_matrix_is_named(tmp_path):
+    target, drafter = build(tmp_path)
+    edit(target, model__layers__1__mlp__gate_proj__weight=np.ones((64, 128)))
+    refused(target_of, target, "model.layers.1.mlp.gate_proj.weight", "[64, 128]", "[128, 64]")
+    edit(drafter, layers__0__mlp__down_proj__weight=np.ones((128, 64)))
+    refused(drafter_of, drafter, "layers.0.mlp.down_proj.weight", "[128, 64]")
+
+
 def test_dtypes_are_checked(tmp_path):
     folder = build(tmp_path)[0]
     edit(folder, model__layers__0__self_attn__v_proj__weight=np.zeros((64, 64), np.float32))

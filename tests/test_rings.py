@@ -25,7 +25,7 @@ def test_how_long_a_ring_is(window, newest, cut, rows):
 def open_pair(folder, ops, chunk, kinds=SLIDING):
     target, drafter = write_random(
         folder, "grouped", family="qwen3", block=BLOCK, max_pos=512, windows=(SLIDING, WINDOW, True),
-        target_windows=(kinds, WINDOW),
+        target_config={"layer_types": kinds, "sliding_window": WINDOW, "use_sliding_window": True},
     )  # fmt: skip
     return md.load(str(target), drafter=str(drafter), backend=ops.name, activations=ops.activations, warm=False,
                    prefill_chunk=chunk)  # fmt: skip

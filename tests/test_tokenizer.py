@@ -162,6 +162,15 @@ def test_cut_character_is_shown_as_decode_shows_it(tmp_path):
     assert tokenizer.decode(ids).endswith("\ufffd")
 
 
+def test_the_last_round_gives_out_what_was_held_back(tmp_path):
+    tokenizer = save(tmp_path, byte_level())
+    ids = tokenizer.encode("ab Ж😃")[:-1]
+    for stops in ((), ("zz",)):
+        text = RoundText(tokenizer, stops)
+        rounds = [text.push(Round([i]), is_last=at == len(ids) - 1) for at, i in enumerate(ids)]
+        assert "".join(r.text for given in rounds for r in given) == tokenizer.decode(ids)
+
+
 def test_special_tokens_are_not_text(tmp_path):
     tokenizer = save(tmp_path, byte_level(), eos_token={"content": "<|e|>"})
     ids = tokenizer.encode("one<|e|> two<|b|>")
@@ -326,6 +335,12 @@ def test_stop_found_where_the_budget_ends_and_interrupts_lose_nothing(tmp_path):
     assert len(text.push(Round([6]))) == 1
     assert text.push(Round([7])) == [], "may be the start of the stop, so it is held"
     assert [r.text for r in text.finish()] == [" t7"]
+
+
+def test_of_two_stops_in_one_token_the_first_in_the_text_counts():
+    for stops in (["cd", "b"], ["b", "cd"]):
+        stop = StopText(stops)
+        assert stop.push("abcde") and (stop.kept_chars, stop.kept_tokens) == (1, 1)
 
 
 def test_stop_refusals(tmp_path):

@@ -178,8 +178,10 @@ def test_a_drafters_block(ops, rng):
     """Rows that see the whole block, and a window that bounds the context only."""
     case = make(rng, range(280, 296), (4, 1, 64), causal=0, block=(280, 296))
     check(case, call(ops, case))
-    case = make(rng, range(280, 296), (4, 1, 64), window=40, block=(280, 296))
-    check(case, call(ops, case))
+    for window in (5, 40):  # one that is shorter than the block
+        for causal in (0, 1):
+            case = make(rng, range(280, 296), (4, 1, 64), window=window, causal=causal, block=(280, 296))
+            check(case, call(ops, case))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")

@@ -267,3 +267,18 @@ def test_the_fast_variant_decides_from_its_own_logits(ops, rng):
         want = truth("reject", one)
         assert want["ids"][0] == got["ids"][r]
         np.testing.assert_allclose(got["logprob"][r], want["logprob"][0], rtol=2e-5, atol=2e-5)
+
+
+def test_every_slot_has_its_own_law_and_key(ops, rng):
+    """Slots of a pass may ask for different things: each row is drawn, drafted and kept by its slot's own."""
+    laws = np.float32([[0.0, 1.0, 0.0], [1.3, 0.6, 0.0], [0.7, 1.0, 0.1]])
+    keys = np.array([[5, 0, 0, 0], [5, 7, 1, 0], [9, 0, 2, 3]], np.int32)
+    propose, reject = random_case(ops, rng, 3, 3, 4, 24, 90)
+    sample = {
+        name: propose[name] for name in ("x", "pick", "slot", "pos", "norm", "eps", "w", "limit", "ids")
+    }
+    sample["logprob"] = np.full((12, 2), 7, np.float32)
+    for name, case in (("propose", propose), ("reject", reject), ("sample", sample)):
+        case |= {"law": laws, "key": keys}
+        got, want = run(ops, name, case), truth(name, case)
+        assert got["ids"].tolist() == want["ids"].tolist(), name
