@@ -2,6 +2,8 @@
 
 from functools import cache
 
+MOST_THREADS = 1024  # that NUMBA_NUM_THREADS may ask for where there are fewer cores
+
 
 def open_ops(name="auto", activations=None, device=0, **options):
     """Kernels of one backend.
@@ -34,11 +36,31 @@ def open_ops(name="auto", activations=None, device=0, **options):
         from .gpu import EmulateBackend
 
         return Ops(EmulateBackend(activations or "f32", **options))
+    check_threads()
     try:
         from .cpu import NumbaBackend
     except ImportError as error:
         raise UserError(f"the numba backend cannot start: {error}", "pip install numba", code=3) from error
     return Ops(NumbaBackend(activations or "f32", **options))
+
+
+def check_threads():
+    """Refuse a NUMBA_NUM_THREADS that breaks Numba's import or its threads' start. Errors: UserError (F106)."""
+    import os
+
+    from minidflash.errors import UserError
+
+    try:
+        count = int(os.environ.get("NUMBA_NUM_THREADS") or 1)
+    except ValueError:  # Numba says so itself and takes all cores
+        return
+    most = max(MOST_THREADS, os.cpu_count() or 1)
+    if not 1 <= count <= most:
+        raise UserError(
+            f"NUMBA_NUM_THREADS is {count}, need a whole number from 1 to {most}",
+            "unset it: Numba then takes all cores",
+            code=3,
+        )
 
 
 @cache

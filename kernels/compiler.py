@@ -116,11 +116,12 @@ def compile_cubin(file, arch, defines=None):
     folder = diskcache.folder("cubin")
     if folder:
         stored, log = folder / f"{path.stem}-{key}.cubin", folder / f"{path.stem}-{key}.log"
-        if stored.exists() and log.exists():
-            return stored.read_bytes(), log.read_text(encoding="utf-8")
+        cubin, text = diskcache.load(stored), diskcache.load(log)
+        if cubin is not None and text is not None:
+            return cubin, text.decode()
     cubin, text = _compile(nvrtc, path, texts[path], options)
     if folder:
-        diskcache.store(log, text.encode())  # the cubin last: it is what says that both are there
+        diskcache.store(log, text.encode())
         diskcache.store(stored, cubin)
     return cubin, text
 

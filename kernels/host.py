@@ -30,6 +30,7 @@ class HostBackend:
         """Host copy of a buffer."""
         return buffer.copy()
 
+    lost_by_fork = None  # what a forked process would need of its parent's, see fork.py
     rounds_ahead = 0  # a program has run when `start` returns
     buckets = ()  # contexts with programs of their own
 

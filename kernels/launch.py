@@ -11,6 +11,7 @@ from threading import Lock
 from ..errors import UserError
 from . import source
 from .compiler import ON_CPU, bindings, choose_arch, compile_cubin, missing, open_nvrtc
+from .fork import started
 
 _STREAMS, _STREAMS_LOCK = {}, Lock()
 MOST_CONFIGS = 256  # kept of a kernel: a prompt's grids vary with its length
@@ -65,6 +66,7 @@ class CudaDevice:
 
     def __init__(self, index=0):
         self.driver = driver = _driver()
+        started("CUDA")
         count = self.do(driver.cuDeviceGetCount())
         if not 0 <= index < count:
             raise UserError(

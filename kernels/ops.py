@@ -2,7 +2,7 @@
 
 A backend is an object with `name`, `activations`, `array`, `upload`, `download`, `weight`, `compile` (a list of
 checked calls -> something with `launch()`), `start` (launch a program, fetch buffers) with `rounds_ahead`, the programs
-that may be started before the first one's result is asked for, and one function a row. What a call costs is the backend's: `record`
+that may be started before the first one's result is asked for, `lost_by_fork`, and one function a row. What a call costs is the backend's: `record`
 checks once and replays without checking, which is what a round does.
 """
 
@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from .fork import refuse_lost
 from .table import ROWS
 from .weight import Weight
 
@@ -52,6 +53,10 @@ class Ops:
             self._for_prefill = Ops(make()) if make else self
         return self._for_prefill
 
+    def refuse_fork(self):
+        """Errors: UserError in a forked process that lost what the backend needs; see fork.py."""
+        refuse_lost(self.backend.lost_by_fork)
+
     def __getattr__(self, name):
         if name not in ROWS:
             raise AttributeError(f"no kernel {name!r} in the table (kernels: {', '.join(ROWS)})")
@@ -62,6 +67,7 @@ class Ops:
             if self._recording is not None:
                 self._recording.append((name, function, args))
             else:
+                self.refuse_fork()
                 function(*args)
 
         self.__dict__[name] = call  # the next lookup does not come here

@@ -1,11 +1,15 @@
-"""Chat templates: messages -> the text a model was trained on. Templates are code from strangers: sandboxed."""
+"""Chat templates: messages -> the text a model was trained on. They are code of strangers: see sandbox.py."""
 
 import json
 import re
-from datetime import datetime
 from pathlib import Path
 
+from .encoding import decoded
 from .errors import UserError
+from .weights.safetensors_io import read_bytes
+
+RAW = "raw=True or --raw goes without it"
+MAX_SOURCE = 1 << 16  # characters of a template; the longest published ones have about 20,000
 
 
 def parse_template_arg(text):
@@ -31,7 +35,8 @@ def read_templates(folder, config):
 
     folder: Path of the checkpoint. config: its tokenizer_config.json as a dict. A chat_template.jinja file
     wins over the config, as in the published loaders; `default` is the name of a template without one.
-    Returns {name: source}, empty for a base model. Errors: UserError when chat_template has another form.
+    Returns {name: source}, empty for a base model. Errors: UserError when chat_template has another form, or
+    the file is not UTF-8.
     Source: Hugging Face chat template format.
     """
     found = config.get("chat_template")
@@ -40,17 +45,18 @@ def read_templates(folder, config):
     elif isinstance(found, str):
         templates = {"default": found}
     elif isinstance(found, list) and all(
-        isinstance(t, dict) and {"name", "template"} <= set(t) for t in found
+        isinstance(t, dict) and isinstance(t.get("name"), str) and isinstance(t.get("template"), str)
+        for t in found
     ):
         templates = {t["name"]: t["template"] for t in found}
     else:
         raise UserError(
             f"chat_template in tokenizer_config.json is a {type(found).__name__}; "
-            "a text or a list of {name, template} is supported"
+            "a text or a list of {name, template}, both texts, is supported"
         )
     path = Path(folder) / "chat_template.jinja"
     if path.is_file():
-        templates["default"] = path.read_text(encoding="utf-8")
+        templates["default"] = decoded(read_bytes(path, 4 * MAX_SOURCE), f"chat template {path}")
     return templates
 
 
@@ -64,6 +70,11 @@ def render_chat(source, messages, variables, template_args):
     """
     _check_messages(messages)
     for name in template_args:
+        if name == "messages":
+            raise UserError(
+                "a template argument named 'messages' would replace the conversation",
+                hint="give the messages as the prompt",
+            )
         # tools, documents and add_generation_prompt belong to every template's interface
         if name not in ("tools", "documents", "add_generation_prompt") and not re.search(
             rf"\b{re.escape(name)}\b", source
@@ -72,14 +83,20 @@ def render_chat(source, messages, variables, template_args):
                 f"the chat template does not read {name!r}", hint="see the prompt with --show-prompt"
             )
     given = {"tools": None, "documents": None, "add_generation_prompt": True, **variables, **template_args}
-    environment = _environment()
+    given["messages"] = messages
+    if len(source) > MAX_SOURCE:
+        raise UserError(f"the chat template has {len(source)} characters, at most {MAX_SOURCE} are read", RAW)
     try:
-        return environment.from_string(source).render(messages=messages, **given)
+        from .sandbox import Sandbox
+    except ImportError as error:
+        raise UserError(
+            "chat templates need the package jinja2", hint="pip install jinja2", code=3
+        ) from error
+    try:
+        return Sandbox(given).from_string(source).render(given)
     except Exception as error:  # a template is foreign code: whatever it raises is the template's refusal
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(
-            f"the chat template failed: {reason}", hint="raw=True or --raw goes without it"
-        ) from error
+        raise UserError(f"the chat template failed: {reason}", RAW) from error
 
 
 def _check_messages(messages):
@@ -97,41 +114,3 @@ def _check_messages(messages):
             raise UserError(
                 f"message {index} has no content", hint='a message is {"role": "user", "content": "Hi"}'
             )
-
-
-def _environment():
-    """The jinja2 environment that published templates expect: their filters, functions and tags."""
-    try:
-        import jinja2
-        from jinja2.ext import Extension
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError as error:
-        raise UserError(
-            "chat templates need the package jinja2", hint="pip install jinja2", code=3
-        ) from error
-
-    class Generation(Extension):
-        """`{% generation %}` marks the assistant's words for training; here only its body counts."""
-
-        tags = frozenset(["generation"])
-
-        def parse(self, parser):
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    def refuse(message):
-        raise jinja2.TemplateError(message)
-
-    def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-        # jinja2's own filter escapes <, > and & for HTML, which a model has never seen
-        return json.dumps(
-            value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-        )
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment

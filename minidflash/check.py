@@ -4,10 +4,11 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from .errors import UserError
 from .loop import generate
 from .measure import read_prompts
 from .run import open_engine
-from .terminal import write
+from .terminal import write, write_lines
 
 SIZES = {"T": 5, "N": 1, "D": 48, "H": 4, "G": 2, "K": 16, "F": 40, "V": 37, "C": 96, "S": 24, "P": 32, "J": 8, "B": 5,
          "L": 2, "R": 5, "M": 5, "X": 1}  # fmt: skip
@@ -22,7 +23,7 @@ def verify(args, interrupt=None):
     for name, problem in [*kernel_checks(engine.ops), *lossless_checks(engine, prompts, args)]:
         failed += problem is not None
         if problem or not args.quiet:
-            write(f"{'FAILED' if problem else 'ok':<8}{name}{': ' + problem if problem else ''}\n")
+            write_lines([f"{'FAILED' if problem else 'ok':<8}{name}{': ' + problem if problem else ''}"])
     write(f"{failed} checks failed\n" if failed else "all checks passed\n")
     return 1 if failed else 0
 
@@ -39,16 +40,25 @@ def lossless_checks(engine, prompts, args):
     """(name, problem) of each prompt: drafted ids, at two verify lengths and `auto`, against plain ids."""
     if engine.drafter is None:
         return
-    wide = args.block or engine.drafter.config.block
     for prompt in prompts:
-        given = prompt.get("tokens") or prompt["prompt"]
-        plain = generate(engine, given, max_tokens=args.max_tokens, drafter=False)
-        for rows in dict.fromkeys((wide, max(2, wide // 2), args.verify)):
-            run = generate(engine, given, max_tokens=args.max_tokens, block=args.block, verify=rows)
-            name = f"drafted == plain, verify {rows}, {prompt['kind']}: {len(plain.tokens)} tokens"
-            if run.stats.tau:
-                name += f", tau {run.stats.tau:.2f}"
-            yield name, first_difference(plain.tokens, run.tokens)
+        try:
+            yield from compared(engine, prompt, args)
+        except UserError:
+            raise
+        except Exception as error:  # noqa: BLE001 a run that breaks is a failed check, the others still count
+            yield f"drafted == plain, {prompt['kind']}", f"{type(error).__name__}: {error}"
+
+
+def compared(engine, prompt, args):
+    """(name, problem) of one prompt's runs."""
+    wide, given = args.block or engine.drafter.config.block, prompt.get("tokens") or prompt["prompt"]
+    plain = generate(engine, given, max_tokens=args.max_tokens, drafter=False)
+    for rows in dict.fromkeys((wide, max(2, wide // 2), args.verify)):
+        run = generate(engine, given, max_tokens=args.max_tokens, block=args.block, verify=rows)
+        name = f"drafted == plain, verify {rows}, {prompt['kind']}: {len(plain.tokens)} tokens"
+        if run.stats.tau:
+            name += f", tau {run.stats.tau:.2f}"
+        yield name, first_difference(plain.tokens, run.tokens)
 
 
 def first_difference(plain, drafted):

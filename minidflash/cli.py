@@ -180,7 +180,7 @@ def main(argv=None):
         return 3
     except Exception as error:  # noqa: BLE001 the last resort: one line, no traceback
         if is_verbose:
-            traceback.print_exc()
+            say(traceback.format_exc().rstrip())
         reason = " ".join(str(error).split())[:300]
         more = "" if is_verbose else "; run with -v for the traceback"
         say(f"minidflash: internal error: {type(error).__name__}: {reason}{more}")

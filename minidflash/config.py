@@ -6,6 +6,7 @@ from itertools import pairwise
 from .config_keys import DRAFTER_FIXED, FIXED, Reader
 from .errors import UserError
 from .rope import Rope
+from .values import told
 
 # Named here so that the refusal says "not built yet" and not "unknown"; models.md 3 to 6.
 LATER = {
@@ -14,6 +15,7 @@ LATER = {
 }  # fmt: skip
 BUILT = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 DRAFTER = "DFlashDraftModel"
+WIDEST = 64  # widest block; above what the drafter was trained on acceptance falls (golden README)
 VARIANTS = {
     "DFlash2DraftModel": "DFlash 2", "DominoDraftModel": "Domino", "DSparkDraftModel": "DSpark",
     "LiLiCorrDraftModel": "LiLiCorr", "DFlashSpeculator": "speculators",
@@ -68,6 +70,10 @@ class DrafterConfig:
     max_positions: int
     sources: dict[str, str] = field(default_factory=dict, compare=False)
 
+    def context(self, ctx):
+        """Positions that a drafted run may use where a plain one may use `ctx`."""
+        return min(ctx, self.max_positions or ctx)
+
 
 def _architecture(config):
     """(architectures, model_type) as strings; '' where absent."""
@@ -95,13 +101,14 @@ def _ids(reader, key, found, vocab):
         yield token
 
 
-def read_target(config, generation=None):
+def read_target(config, generation=None, tensors=None):
     """The target that config.json describes.
 
-    config, generation: the parsed config.json and generation_config.json (None: no such file).
+    config, generation: the parsed config.json and generation_config.json (None: no such file). tensors: what the
+    files hold, by name; sizes are believed no further than that (None: not known).
     Errors: UserError naming the key, what it holds and what is supported. Source: models.md 0.1, 1, 2.
     """
-    reader = Reader(config, "target")
+    reader = Reader(config, "target", tensors)
     names, model_type = _architecture(config)
     if is_drafter(config):
         raise UserError("this folder holds a DFlash drafter, not a target", hint="give it as --drafter")
@@ -147,13 +154,13 @@ def suggested_taps(target_layers, n):
     return [round(1 + i * (target_layers - 4) / (n - 1)) for i in range(n)]
 
 
-def read_drafter(config):
+def read_drafter(config, tensors=None):
     """The DFlash v1 drafter that config.json describes, in z-lab's dialect.
 
-    Errors: UserError naming the key; other dialects, variants and unknown keys are refused by name.
+    tensors: as read_target. Errors: UserError naming the key; other dialects, variants and unknown keys are refused by name.
     Source: models.md 7.1 and 7.5, dflash.md 2.1.
     """
-    reader = Reader(config, "drafter")
+    reader = Reader(config, "drafter", tensors)
     names, model_type = _architecture(config)
     if "speculators_model_type" in config or "transformer_layer_config" in config:
         raise UserError(
@@ -185,7 +192,7 @@ def read_drafter(config):
     vocab = reader.number("vocab", "vocab_size", int, 1, default=0)
     result = DrafterConfig(
         windows=windows, causal=_causal(reader, windows), taps=tuple(taps), vocab=vocab, target_layers=target_layers,
-        block=reader.number("block", "block_size", int, 1),
+        block=reader.number("block", "block_size", int, 1, high=WIDEST),
         mask_id=reader.number("mask_id", "mask_token_id", int, 0),
         max_positions=reader.number("max_positions", "max_position_embeddings", int, 1, default=0),
         sources=reader.sources, **sizes,
@@ -221,7 +228,7 @@ def check_pair(target, drafter):
         raise UserError(f"{found}, the target has {target.layers} layers: not a pair")
     if drafter.taps[-1] >= target.layers:
         raise UserError(
-            f"drafter {source} taps layer {drafter.taps[-1]}, the target has {target.layers} layers"
+            f"drafter {source} taps layer {told(drafter.taps[-1])}, the target has {target.layers} layers"
         )
     if drafter.taps[-1] == target.layers - 1:
         # The reference hands out the last layer after the final norm, other engines before it: nobody can say.

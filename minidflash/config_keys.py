@@ -6,6 +6,7 @@ any other key is refused, because an algorithm that is quietly left out still ma
 
 from .errors import UserError
 from .rope import ROPE_KEYS, Rope
+from .values import told
 
 # Bookkeeping and training keys: no effect on what one forward pass computes.
 IGNORED = {
@@ -33,22 +34,23 @@ DRAFTER_NESTED = (
     "input_embedding_scale", "output_multiplier", "final_logit_softcapping",
 )  # fmt: skip
 
+LARGEST = 2**31 - 1  # ids, positions and sizes are 32-bit numbers in every kernel
+
 
 class Reader:
     """One config.json being read: checked values out, the keys they came from in `sources`."""
 
-    def __init__(self, config, label):
+    def __init__(self, config, label, tensors=None):
         if not isinstance(config, dict):
             raise UserError(f"{label} config.json holds a {type(config).__name__}, need an object")
         self.config, self.label, self.sources, self.used = config, label, {}, set()
+        self.tensors = tensors  # what the files hold, by name; None: not known
         self.nested = config.get("dflash_config") or {}
         if not isinstance(self.nested, dict):
             self.refuse("dflash_config", self.nested, "an object")
 
     def refuse(self, key, found, needed, hint=None):
-        found = repr(found)
-        found = found if len(found) < 100 else found[:96] + " ..."
-        raise UserError(f"{self.label} config: {key} is {found}, need {needed}", hint=hint)
+        raise UserError(f"{self.label} config: {key} is {told(found)}, need {needed}", hint=hint)
 
     def missing(self, key, hint=None):
         raise UserError(f"{self.label} config: {key} is missing, and it has no safe default", hint=hint)
@@ -64,20 +66,22 @@ class Reader:
                     return place[key]
         return None
 
-    def number(self, fact, key, kind, low, default=None, hint=None):
-        """An int or float of at least `low`; without a default the key must be there."""
+    def number(self, fact, key, kind, low, default=None, hint=None, high=None):
+        """An int or float of at least `low`, at most `high`; without a default the key must be there."""
         found = self.value(fact, key)
         if found is None:
             if default is None:
                 self.missing(key, hint)
             self.sources[fact] = f"{key} is absent"
             return default
-        return self.checked(self.sources[fact], found, kind, low)
+        return self.checked(self.sources[fact], found, kind, low, high)
 
-    def checked(self, key, found, kind, low):
+    def checked(self, key, found, kind, low, high=None):
+        high = high or (LARGEST if kind is int else 2**53)
         fits = isinstance(found, int) if kind is int else isinstance(found, (int, float))
-        if isinstance(found, bool) or not fits or not low <= found < 2**53:  # also false for nan
-            self.refuse(key, found, f"{'a whole number' if kind is int else 'a number'} of at least {low}")
+        if isinstance(found, bool) or not fits or not low <= found <= high:  # also false for nan
+            needed = f"{'a whole number' if kind is int else 'a number'} of at least {low}"
+            self.refuse(key, found, needed + f", at most {high}" * (fits and found > low))
         return kind(found)
 
     def flag(self, fact, key, default=None):
@@ -104,10 +108,19 @@ class Reader:
         return {
             "width": width, "heads": heads, "kv_heads": kv_heads, "head_size": head_size, "eps": eps,
             "rope": self.rope(),
-            "layers": self.number("layers", "num_hidden_layers", int, 1),
+            "layers": self.layers(),
             "ffn": self.number("ffn", "intermediate_size", int, 1),
             "attention_bias": self.flag("attention_bias", "attention_bias", False),
         }  # fmt: skip
+
+    def layers(self):
+        """How many layers; of each there are tensors, so lists and tables of a false number are never made."""
+        layers = self.number("layers", "num_hidden_layers", int, 1)
+        if self.tensors is not None and layers > len(self.tensors):
+            self.refuse(
+                "num_hidden_layers", layers, f"fewer: the files hold {len(self.tensors)} tensors in all"
+            )
+        return layers
 
     def rope(self):
         """The rope of both spellings (models.md 0.1); unknown types and keys are refused."""

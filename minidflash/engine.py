@@ -6,10 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from .config import check_pair, read_drafter, read_target
+from .config import WIDEST, check_pair, read_drafter, read_target
 from .drafter import draft
 from .errors import UserError
 from .fit import check_fit, fitting_context, weight_bytes
+from .values import is_word, told, whole
+
+ROPE_ROWS = 65536  # positions whose angles are held in float64 at a time
 
 
 @dataclass
@@ -31,9 +34,12 @@ class Model:
 class Engine:
     """A loaded target, perhaps with a drafter. One run at a time (`is_busy`); load two for two threads.
 
-    ctx: positions a run may use. state and programs are made by the first run. propose: the calls that fill
-    state.drafts; a test may put a replay there. can_sample: a first draw has compiled what it needs. is_interrupted: set it while a run goes on, from a signal handler
-    or another thread, and the run ends after its round. Source: engine.md 6.
+    ctx: positions a run may use; a drafter may be made for fewer, and drafted runs then end there. notes: what a user
+    should know about the pair, one line each. state and programs are made by the first run. propose: the calls that fill
+    state.drafts; a test may put a replay there. can_sample: a first draw has compiled what it needs.
+    is_interrupted: set it while a run goes on, from a signal handler or another thread. The run ends with the round
+    that is read next, whose finish_reason says "interrupted"; answers that have not begun are left out. Source:
+    engine.md 6.
     """
 
     ops: Any
@@ -46,6 +52,7 @@ class Engine:
     ctx: int
     chunk: int
     load_s: float
+    notes: list = field(default_factory=list)
     jit_s: float = 0.0
     propose: Any = draft
     state: Any = None
@@ -63,54 +70,59 @@ def load(
 ):  # fmt: skip
     """Open a checkpoint pair and put it on a backend.
 
-    target, drafter: folder, Hugging Face id, "default"; drafter None decodes plainly; left out it is the embedded
-    one for the embedded target, else None. backend: as kernels.ops. ctx: positions a run may use, default what the
-    models allow and memory holds. prefill_chunk: prompt tokens in one pass, default the backend's. progress: None or
+    target, drafter: folder, Hugging Face id, "default"; drafter None, False or "none" decodes plainly; left out it is the
+    embedded one for the embedded target, else None. backend: as kernels.ops. ctx: positions a run may use, default what
+    the target allows and memory holds. prefill_chunk: prompt tokens in one pass, default the backend's. progress: None or
     progress(label, done, total). warm: compile the kernels now, timed as jit_s, not in the first run. Returns an
     Engine. Errors: UserError, with .hint. Source: engine.md 4-6.
     """
     from minidflash.kernels import open_ops
     from minidflash.weights import names, open_checkpoint
+    from minidflash.weights.manifest import start_check
 
     from .tokenizer import open_tokenizer
 
     begun = time.perf_counter()
     if drafter is ...:
         drafter = "default" if target == "default" else None
-    is_count = isinstance(prefill_chunk, int) and not isinstance(prefill_chunk, bool)
-    if prefill_chunk is not None and not (is_count and prefill_chunk >= 1):
-        raise UserError(f"prefill chunk is {prefill_chunk!r}, need a whole number from 1 up")
+    if drafter is False or is_word(drafter, "none"):
+        drafter = None
+    prefill_chunk = None if prefill_chunk is None else whole("prefill_chunk", prefill_chunk, 1)
+    ctx = None if ctx is None else whole("ctx", ctx, 1)
     # First: what cannot run here need not be fetched.
     ops = open_ops(backend, activations, device, **backend_options)
     files = open_checkpoint(target, "target", revision, offline, progress)
-    config = read_target(files.config, files.generation)
+    config = read_target(files.config, files.generation, files.tensors)
     bound = names.bind_target(config, files.tensors)
+    check_contents = start_check(files) if files.name == "default" else None  # while they are read
     draft_config = draft_bound = draft_files = None
     if drafter is not None:
         draft_files = open_checkpoint(drafter, "drafter", None, offline, progress)
-        draft_config = read_drafter(draft_files.config)
+        draft_config = read_drafter(draft_files.config, draft_files.tensors)
         draft_bound = names.bind_drafter(draft_config, draft_files.tensors)
         check_pair(config, draft_config)
     tokenizer = open_tokenizer(files.folder)
-    limit = context_length(config, draft_config, ctx)
+    limit = context_length(config, ctx)
     weights = weight_bytes(bound) + (weight_bytes(draft_bound) if draft_bound else 0)
-    prefill_chunk = prefill_chunk or min(ops.prefill_chunk, limit)
+    prefill_chunk = prefill_chunk or ops.prefill_chunk
     ctx = ctx or fitting_context(ops, config, draft_config, limit, weights, prefill_chunk)
     check_fit(ops, config, draft_config, ctx, weights, prefill_chunk)
-    block = draft_config.block if draft_config else 1
-    model = build(ops, config, bound, ctx + max(block, 64), progress)
+    model = build(ops, config, bound, ctx + WIDEST, progress)
+    stop_ids = frozenset(config.stop_ids)
     if tokenizer:
         model.ids = min(model.ids, max(1, tokenizer.vocab_size))
+        stop_ids |= {i for i in tokenizer.stop_ids if i < config.vocab}  # no other is ever chosen
     if "head" not in model.weights:
         model.weights["head"] = model.weights["embed"]
     draft_model = None
     if draft_config is not None:
-        draft_model = build(ops, draft_config, draft_bound, ctx + max(block, 64), progress)
-    stop_ids = frozenset(config.stop_ids) | (tokenizer.stop_ids if tokenizer else frozenset())
+        draft_model = build(ops, draft_config, draft_bound, draft_config.context(ctx) + WIDEST, progress)
+    if check_contents:
+        check_contents()
     engine = Engine(
         ops=ops, target=model, drafter=draft_model, tokenizer=tokenizer, stop_ids=stop_ids,
         target_name=str(target), drafter_name=None if drafter is None else str(drafter), ctx=ctx,
-        chunk=prefill_chunk, load_s=time.perf_counter() - begun,
+        chunk=min(prefill_chunk, ctx), load_s=time.perf_counter() - begun, notes=notes_on(config, tokenizer),
     )  # fmt: skip
     if warm:
         from .warm import warm_up
@@ -119,19 +131,31 @@ def load(
     return engine
 
 
-def context_length(target, drafter, asked):
-    """Positions a run may use: what was asked for, else the smaller maximum of the two models.
+def context_length(target, asked):
+    """Positions a run may use: what was asked for, else all that the target was made for.
 
-    Errors: UserError when more is asked for than a model was made for.
+    Errors: UserError when more is asked for.
     """
-    limits = [target.max_positions] + ([drafter.max_positions] if drafter and drafter.max_positions else [])
-    if asked is None:
-        return min(limits)
-    if asked < 1 or asked > min(limits):
+    if asked is not None and not 1 <= asked <= target.max_positions:
         raise UserError(
-            f"context of {asked} positions: these models allow 1 to {min(limits)}", "change --ctx"
+            f"context of {told(asked)} positions: the target allows 1 to {target.max_positions}",
+            "change --ctx",
         )
-    return asked
+    return asked or target.max_positions
+
+
+def notes_on(target, tokenizer):
+    """Lines about a target and its tokenizer (or None) that a user should know."""
+    if tokenizer is None or tokenizer.vocab_size <= target.vocab:
+        return []
+    vocabulary = tokenizer.backend.get_vocab(with_added_tokens=True)
+    beyond = sorted((i, text) for text, i in vocabulary.items() if i >= target.vocab)
+    first, text = beyond[0]
+    ids = "an id" if len(beyond) == 1 else f"{len(beyond)} ids"
+    which = "" if len(beyond) == 1 else "the first is "
+    return [
+        f"the tokenizer knows {ids} that the model has no row for, {which}{first} {told(text)}: refused when used"
+    ]
 
 
 def build(ops, config, bound, positions, progress=None):
@@ -191,11 +215,10 @@ def vector(ops, parts):
 def rope_tables(ops, config, positions):
     """cos and sin, (positions, J): the angle in f32 as the reference has it, its cosine in float64, rounded once."""
     frequencies, multiplier = config.rope.frequencies(config.head_size)
-    angle = np.arange(positions, dtype=np.float32)[:, None] * frequencies[None, :]
-    tables = []
-    for function in (np.cos, np.sin):
-        values = (function(angle.astype(np.float64)) * multiplier).astype(np.float32)
-        out = ops.array(values.shape, "f32")
-        ops.upload(out, values)
-        tables.append(out)
-    return tuple(tables)
+    tables = tuple(ops.array((positions, len(frequencies)), "f32") for _ in range(2))
+    for first in range(0, positions, ROPE_ROWS):
+        where = np.arange(first, min(first + ROPE_ROWS, positions), dtype=np.float32)
+        angle = (where[:, None] * frequencies[None, :]).astype(np.float64)
+        for function, out in zip((np.cos, np.sin), tables, strict=True):
+            ops.upload(out[first : first + len(where)], (function(angle) * multiplier).astype(np.float32))
+    return tables

@@ -49,13 +49,13 @@ def weight_bytes(bound):
 def fitting_context(ops, target, drafter, limit, weights, chunk=256):
     """The longest context that memory holds: `limit`, halved until the buffers fit beside the weights.
 
-    limit: positions the models allow. weights: their bytes. Keeps a tenth of the free memory for others; goes no
+    limit: positions the target allows. chunk: prompt tokens in one pass, never more than the context. weights: their bytes. Keeps a tenth of the free memory for others; goes no
     lower than 512 positions. Returns positions. Errors: none. Source: engine.md 5 (`--ctx`), F71.
     """
     free = getattr(ops.backend, "free_memory", free_memory)()
     ctx = limit
     while free and ctx > 512:
-        if weights + sum(needed(ops, target, drafter, ctx, chunk=chunk).values()) <= 0.9 * free:
+        if weights + sum(needed(ops, target, drafter, ctx, chunk=min(chunk, ctx)).values()) <= 0.9 * free:
             break
         ctx = max(512, ctx // 2)
     return ctx
@@ -69,7 +69,7 @@ def check_fit(ops, target, drafter, ctx, weights, chunk=256):
     """
     if not hasattr(ops.backend, "free_memory"):
         return
-    free = FILLED * ops.backend.free_memory()
+    free, chunk = FILLED * ops.backend.free_memory(), min(chunk, ctx)
 
     def total(positions):
         return weights + sum(needed(ops, target, drafter, positions, chunk=chunk).values())
@@ -86,6 +86,12 @@ def check_fit(ops, target, drafter, ctx, weights, chunk=256):
 
 def free_memory():
     """Bytes of memory that programs can still get, or None where the system does not say."""
+    found = [size for size in (_system_memory(), _room_under_limit()) if size is not None]
+    return min(found, default=None)
+
+
+def _system_memory():
+    """Bytes that the system has free, or None."""
     try:
         with open("/proc/meminfo") as file:
             for line in file:
@@ -96,4 +102,18 @@ def free_memory():
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError, AttributeError):
+        return None
+
+
+def _room_under_limit():
+    """Bytes of address space that `ulimit -v` leaves this process, or None: no limit, or not said."""
+    try:
+        import resource
+
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        if limit == resource.RLIM_INFINITY:
+            return None
+        with open("/proc/self/statm") as file:
+            return max(0, limit - int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE"))
+    except (ImportError, OSError):
         return None

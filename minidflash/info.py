@@ -1,6 +1,5 @@
 """`minidflash info`: this machine and its backends, the resolved facts of a pair and where they come from, memory."""
 
-import json
 import os
 import platform
 from dataclasses import asdict, fields
@@ -9,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from . import __version__
 from .errors import UserError
 from .options import BACKENDS
-from .terminal import amount, write
+from .terminal import amount, json_line, write, write_lines
 
 PACKAGES = ("numpy", "numba", "ml-dtypes", "safetensors", "tokenizers", "jinja2", "cupy-cuda13x", "cuda-core")
 
@@ -18,16 +17,20 @@ def info(args, interrupt=None):
     """Run the subcommand. Returns the exit code. Errors: UserError for a pair that `generate` would refuse too."""
     found = {"minidflash": __version__, "machine": machine(), "packages": packages(), "backends": backends()}
     found |= pair(args)
-    write(json.dumps(found) + "\n" if args.json else "\n".join(lines(found)) + "\n")
+    if args.json:
+        write(json_line(found))
+    else:
+        write_lines(lines(found))
     return 0
 
 
 def machine():
     """Processor, cores that this process may use, memory in bytes, Python, cache folder."""
-    from minidflash.weights.default import cache_folder
+    from minidflash.kernels.diskcache import cache_folder
 
     from .fit import free_memory
 
+    cache = cache_folder()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     try:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -35,7 +38,7 @@ def machine():
         memory = None
     return {
         "system": platform.system(), "processor": _processor(), "cores": cores, "memory_bytes": memory,
-        "free_memory_bytes": free_memory(), "python": platform.python_version(), "cache": str(cache_folder()),
+        "free_memory_bytes": free_memory(), "python": platform.python_version(), "cache": cache and str(cache),
     }  # fmt: skip
 
 
@@ -93,23 +96,23 @@ def pair(args):
                 "note": "the default target is not here yet: the first generate fetches it (93 MB)",
             }
         raise
-    target = read_target(files.config, files.generation)
+    target = read_target(files.config, files.generation, files.tensors)
     bound = names.bind_target(target, files.tensors)
     found = {"target": facts(files, target), "drafter": None}
     weights, drafter = weight_bytes(bound), None
     wanted = args.drafter or ("default" if is_default else "none")
     if wanted != "none":
         files = open_checkpoint(wanted, "drafter", None, args.offline)
-        drafter = read_drafter(files.config)
+        drafter = read_drafter(files.config, files.tensors)
         bound = names.bind_drafter(drafter, files.tensors)
         check_pair(target, drafter)
         found["drafter"] = facts(files, drafter)
         weights += weight_bytes(bound)
     ops = open_ops(args.backend, args.activations)
-    limit = context_length(target, drafter, args.ctx)
-    chunk = args.prefill_chunk or min(ops.prefill_chunk, limit)
+    limit = context_length(target, args.ctx)
+    chunk = args.prefill_chunk or ops.prefill_chunk
     ctx = args.ctx or fitting_context(ops, target, drafter, limit, weights, chunk)
-    memory = {"weights": weights, **needed(ops, target, drafter, ctx, args.block, chunk)}
+    memory = {"weights": weights, **needed(ops, target, drafter, ctx, args.block, min(chunk, ctx))}
     found["memory"] = {
         "ctx": ctx, "limit": limit, "backend": ops.name, "activations": ops.activations, "bytes": memory, "total": sum(memory.values()),
     }  # fmt: skip
@@ -137,7 +140,7 @@ def lines(found):
     total, free = (amount(m[key]) if m[key] else "unknown" for key in ("memory_bytes", "free_memory_bytes"))
     yield f"minidflash {found['minidflash']}, Python {m['python']}, {m['system']}"
     yield f"machine     {m['processor']}, {m['cores']} cores, {total} memory, {free} free"
-    yield f"cache       {m['cache']}"
+    yield f"cache       {m['cache'] or 'none: no home folder is known, set MINIDFLASH_CACHE'}"
     yield "packages    " + ", ".join(f"{k} {v or 'not installed'}" for k, v in found["packages"].items())
     yield "backends"
     for name, why_not in found["backends"].items():
@@ -147,18 +150,21 @@ def lines(found):
         return
     for role in ("target", "drafter"):
         if found[role] is None:
-            yield f"\n{role}     none: plain decoding"
+            yield ""
+            yield f"{role}     none: plain decoding"
         else:
             yield from _facts_lines(role, found[role])
     memory = found["memory"]
-    yield f"\nmemory needed at a context of {memory['ctx']} positions on {memory['backend']}, {memory['activations']}"
+    yield ""
+    yield f"memory needed at a context of {memory['ctx']} positions on {memory['backend']}, {memory['activations']}"
     for name, size in memory["bytes"].items():
         yield f"  {name:<16}{amount(size):>12}"
     yield f"  {'in all':<16}{amount(memory['total']):>12}"
 
 
 def _facts_lines(role, one):
-    yield f"\n{role}     {one['name']} in {one['folder']}"
+    yield ""
+    yield f"{role}     {one['name']} in {one['folder']}"
     for name, size in one["files"].items():
         yield f"  {name}, {amount(size)}"
     for name, fact in one["facts"].items():

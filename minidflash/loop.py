@@ -21,7 +21,8 @@ def stream(engine, prompt, **options):
     """Generate, yielding one `Round` a round; the first one is the token that prefill chose.
 
     prompt: str (chat template applied unless raw=True), list of ids, or list of chat messages. options: keywords as
-    the flags, see request.py. Returns a generator; closing it early leaves the engine usable.
+    the flags, see request.py. Returns a generator; closing it early leaves the engine usable, one that was never begun
+    holds nothing. The last Round has a finish_reason, also when `engine.is_interrupted` ended the run.
     Errors: TypeError for an unknown keyword, UserError for what cannot be run, both at the call.
     Source: models.md 7.4, engine.md 2.
     """
@@ -29,7 +30,10 @@ def stream(engine, prompt, **options):
 
 
 def generate(engine, prompt, **options):
-    """Run to the end. Arguments and errors as `stream`. Returns a Result. Source: engine.md 5-6."""
+    """Run to the end, or to an interruption: Ctrl-C, or `engine.is_interrupted`.
+
+    Arguments and errors as `stream`. Returns a Result. Source: engine.md 5-6.
+    """
     request, timing = Request.of(engine, prompt, options), Timing()
     rounds, reason = [], None
     try:
@@ -55,7 +59,6 @@ def finish(engine, request, rounds, timing, reason=None):
 
 def rounds_of(engine, request, timing):
     """The prompt once, then every sample's rounds."""
-    RoundText(engine.tokenizer, request.stop)  # what it refuses is refused before anything runs
     if request.max_tokens == 0:
         return
     s = reserve(engine, request)
@@ -63,30 +66,40 @@ def rounds_of(engine, request, timing):
         start_schedule(engine, s, request)
         begun = time.perf_counter()
         firsts = prefill(engine, s, request)
-        timing.prefill_s = timing.ttft_s = time.perf_counter() - begun
+        now = time.perf_counter()
+        timing.prefill_s, timing.ttft_s = now - begun, now - request.begun
         if firsts[0][0] < 0:
             raise not_finite(len(request.ids) - 1)
         for number, first in enumerate(firsts):
-            if not engine.is_interrupted:
-                yield from sample_rounds(engine, s, request, timing, number, first)
+            reason = yield from sample_rounds(engine, s, request, timing, number, first)
+            if reason == "interrupted":
+                break
     finally:
         release(engine)
 
 
+def why_it_ends(engine, code):
+    """Why a sample ends with the round that has just been read, or None."""
+    return "interrupted" if code == 0 and engine.is_interrupted else REASONS.get(code)
+
+
 def sample_rounds(engine, s, request, timing, number, first):
-    """The loop. Everything a round does happens in the calls of `one_round`; the host reads one record."""
+    """The loop. Everything a round does happens in the calls of `one_round`; the host reads one record.
+
+    Returns why the sample ended; None at a stop string.
+    """
     ops, texts, is_scored = engine.ops, RoundText(engine.tokenizer, request.stop), request.sampling.logprobs
     begin(engine, s, request, number, first)
     record = ops.download(s.record)[0]
     why = int(record[2])
-    reason = REASONS[why]
+    reason = why_it_ends(engine, why)
     seconds = 0.0 if number else timing.prefill_s
     begun = Round([int(record[3])], seconds=seconds, finish_reason=reason, sample=number, logprobs=first[1])
     yield from texts.push(begun, reason is not None)
     waiting, committed = 0, 1  # context features not injected yet, as s.fresh says; tokens of the sample
     is_checked, started = os.environ.get("MINIDFLASH_CHECK") == "1", deque()
     try:
-        while why == 0 and not (texts.is_stopped or engine.is_interrupted):
+        while why == 0 and reason is None and not texts.is_stopped:
             since = time.perf_counter()
             # A GPU has the next round to do while the host reads this one; it is dropped where this one is the last.
             while len(started) <= (0 if is_checked else ops.rounds_ahead):
@@ -109,7 +122,7 @@ def sample_rounds(engine, s, request, timing, number, first):
                 break
             engine.schedule.learn(width, accepted, emitted, cost)
             timing.decode_s += seconds
-            reason = REASONS.get(why)
+            reason = why_it_ends(engine, why)
             if is_checked:
                 check(engine, s, request, record, committed, injected)
             tokens, logprobs = record[3 : 3 + emitted].tolist(), [p[:emitted].tolist() for p in scores]
@@ -121,6 +134,7 @@ def sample_rounds(engine, s, request, timing, number, first):
     yield from texts.finish()
     if why == NOT_FINITE and not texts.is_stopped:
         raise not_finite(len(request.ids) + committed - 1)
+    return reason
 
 
 def not_finite(position):

@@ -5,13 +5,14 @@ from itertools import groupby
 from pathlib import Path
 from statistics import mean, median
 
+from .encoding import decoded
 from .errors import UserError
 from .loop import finish, machine_of, rounds_of
 from .report import break_even, round_costs
 from .request import Request
 from .run import open_engine
 from .stats import Timing
-from .terminal import say, write
+from .terminal import json_line, say, write, write_lines
 
 LOOP = 50  # a token repeated this often says nothing about drafting (F63)
 BUILT_IN = [
@@ -40,7 +41,10 @@ def bench(args, interrupt=None):
         "activations": engine.ops.activations, "machine": machine_of(engine.ops), "max_tokens": args.max_tokens,
         "repeat": args.repeat, "block": args.block, "verify": args.verify, "ctx": engine.ctx, "rows": rows,
     }  # fmt: skip
-    write(json.dumps(found) + "\n" if args.output == "json" else "\n".join(table(found)) + "\n")
+    if args.output == "json":
+        write(json_line(found))
+    else:
+        write_lines(table(found))
     for row in rows:
         if row["longest_run"] > LOOP and row["kind"] != "all":
             say(f"minidflash: {row['kind']}: one token {row['longest_run']} times in a row; speed and tau of such text "
@@ -60,13 +64,11 @@ def read_prompts(path=None):
             return BUILT_IN
         path = kept
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"prompts {path} cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8'}"
-        ) from None
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise UserError(f"prompts {path} cannot be read: {error.strerror}") from None
     prompts = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(decoded(data, f"prompts {path}").splitlines(), 1):
         if not line.strip():
             continue
         try:

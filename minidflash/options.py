@@ -4,6 +4,7 @@ import argparse
 import math
 
 from .errors import UserError
+from .values import told
 
 BACKENDS = ("auto", "oracle", "numba", "emulate", "cuda")
 
@@ -29,7 +30,7 @@ def whole(low, high=None):
             value = None
         if value is None or value < low or (high is not None and value > high):
             bounds = f"from {low} up" if high is None else f"from {low} to {high}"
-            raise argparse.ArgumentTypeError(f"{text!r}, need a whole number {bounds}")
+            raise argparse.ArgumentTypeError(f"{told(text)}, need a whole number {bounds}")
         return value
 
     return read
@@ -44,7 +45,7 @@ def real(low, high, needed):
         except ValueError:
             value = math.nan
         if not (low <= value <= high and math.isfinite(value)):
-            raise argparse.ArgumentTypeError(f"{text!r}, need {needed}")
+            raise argparse.ArgumentTypeError(f"{told(text)}, need {needed}")
         return value
 
     return read
@@ -57,7 +58,7 @@ def rows_to_verify(text):
     try:
         return whole(1)(text)
     except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(f"{text!r}, need auto or a whole number from 1 up") from None
+        raise argparse.ArgumentTypeError(f"{told(text)}, need auto or a whole number from 1 up") from None
 
 
 def add_pair(parser):
@@ -73,7 +74,7 @@ def add_pair(parser):
 
 def add_how(parser, max_tokens=None):
     """How a run goes. max_tokens: default of -n; None leaves out what only a run needs. Returns the group."""
-    from .request import WIDEST
+    from .config import WIDEST
 
     group = parser.add_argument_group("how")
     if max_tokens is not None:
@@ -98,7 +99,7 @@ def add_machine(parser):
     group.add_argument("--activations", choices=("f32", "bf16"),
                        help="type of activations and caches (default f32 on the CPU, bf16 on a GPU)")  # fmt: skip
     group.add_argument("--ctx", metavar="N", type=whole(1),
-                       help="positions, prompt and new tokens (default: what the models allow and memory holds)")  # fmt: skip
+                       help="positions, prompt and new tokens (default: what the target allows and memory holds)")  # fmt: skip
     group.add_argument("--offline", action="store_true", help="fetch nothing")
     add_talk(group)
     return group

@@ -1,13 +1,19 @@
 """What a run was asked for: prompt to ids, keywords to checked values, an engine reserved for it."""
 
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+import numpy as np
 
 from . import sampling
+from .config import WIDEST
 from .errors import UserError
 from .schedule import Schedule
 from .state import make_state
+from .text import RoundText
+from .values import flag, instance, is_word, told, whole, whole_number
 
-WIDEST = 64  # widest block; above what the drafter was trained on acceptance falls (golden README)
 # Keywords of generate and stream, and their defaults. None of block: what the drafter was trained on.
 OPTIONS = {
     "max_tokens": 256, "stop": (), "ignore_eos": False, "block": None, "verify": "auto", "raw": False, "system": None,
@@ -19,78 +25,137 @@ OPTIONS = {
 class Request:
     """Checked. ids: the prompt. drafts: whether the drafter takes part. verify: rows a round, or "auto".
 
-    sampling: how tokens are chosen.
+    sampling: how tokens are chosen. options: what was asked for, as plain values. begun: when, by perf_counter.
     """
 
     ids: list
     max_tokens: int
-    stop: tuple
+    stop: list
     ignore_eos: bool
     block: int
     verify: int | str
     drafts: bool
     sampling: sampling.Sampling
     options: dict
+    begun: float
 
     @classmethod
     def of(cls, engine, prompt, given):
-        """Check keywords and prompt. Errors: TypeError for an unknown keyword, UserError for a bad value."""
+        """Check keywords and prompt. None is "not given"; of drafter it is plain decoding, as False and "none" are.
+
+        Errors: TypeError for an unknown keyword; UserError for a bad value, for a prompt that is none or does not fit,
+        and while the engine generates.
+        """
+        begun = time.perf_counter()
         for name in given:
             if name not in OPTIONS:
                 raise TypeError(f"unknown keyword {name!r}; known: {', '.join(OPTIONS)}")
-        o = OPTIONS | given
-        law = sampling.Sampling.of(given)
-        drafts = engine.drafter is not None and o["drafter"] is True
-        trained = engine.drafter.config.block if drafts else 1
-        block = _count(o, "block", trained, 1, WIDEST) if drafts else 1
-        verify = o["verify"]
-        law.check_verify(verify)
-        if verify != "auto":
-            verify = min(_count(o, "verify", None, 1, None), block)
+        refuse_busy(engine)
+        given = {name: value for name, value in given.items() if value is not None or name == "drafter"}
+        o, law = _plain(engine, OPTIONS | given), sampling.Sampling.of(given)
+        o |= asdict(law)
+        law.check_verify(o["verify"])
+        drafts = engine.drafter is not None and o["drafter"]
+        block = (o["block"] or engine.drafter.config.block) if drafts else 1
+        verify = o["verify"] if o["verify"] == "auto" else min(o["verify"], block)
         if block == 1:
             drafts, verify = False, 1
-        max_tokens = _count(o, "max_tokens", None, 0, None)
         ids = prompt_ids(engine, prompt, o)
-        need = len(ids) + max_tokens
-        if need > engine.ctx:
-            raise UserError(
-                f"{len(ids)} prompt tokens and {max_tokens} new ones need {need} positions, {engine.ctx} are there",
-                "raise --ctx or lower --max-tokens",
-            )
-        return cls(ids, max_tokens, tuple(o["stop"]) if not isinstance(o["stop"], str) else o["stop"],
-                   bool(o["ignore_eos"]), block, verify, drafts, law, dict(given))  # fmt: skip
+        check_room(engine, len(ids), o["max_tokens"], drafts)
+        told_back = {name: o[name] for name in given}
+        return cls(
+            ids, o["max_tokens"], o["stop"], o["ignore_eos"], block, verify, drafts, law, told_back, begun
+        )
 
 
-def _count(options, name, default, low, high):
-    """A whole number option within bounds. Errors: UserError naming it."""
-    value = options[name]
-    if value is None and default is not None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high and value > high):
-        bounds = f"from {low} to {high}" if high else f"from {low} up"
-        raise UserError(f"{name.replace('_', '-')} is {value!r}, need a whole number {bounds}")
-    return value
+def _plain(engine, options):
+    """The options that are not sampling's, as plain values. Errors: UserError naming the option."""
+    o = dict(options)
+    is_plain = o["drafter"] is None or is_word(o["drafter"], "none")
+    o["drafter"] = False if is_plain else flag("drafter", o["drafter"])
+    o["max_tokens"] = whole("max_tokens", o["max_tokens"], 0)
+    if not is_word(o["verify"], "auto"):
+        o["verify"] = whole("verify", o["verify"], 1)
+    if o["block"] is not None:
+        o["block"] = whole("block", o["block"], 1, WIDEST)
+    for name in ("ignore_eos", "raw"):
+        o[name] = flag(name, o[name])
+    if o["system"] is not None:
+        instance("system", o["system"], str, "a text")
+    if o["template_args"] is not None:
+        o["template_args"] = dict(
+            instance("template_args", o["template_args"], Mapping, "names and their values")
+        )
+        for name in o["template_args"]:
+            instance("template_args", name, str, "names that are texts")
+    for stop in instance("stop", o["stop"], (list, tuple, str), "a list of texts"):
+        instance("stop", stop, str, "a list of texts")
+    RoundText(engine.tokenizer, o["stop"])  # refuses what it cannot stop at
+    o["stop"] = list(o["stop"])
+    return o
+
+
+def check_room(engine, count, max_tokens, drafts):
+    """Refuse a run that needs more positions than there are. Errors: UserError with the numbers and what helps."""
+    need, longest = count + max_tokens, engine.target.config.max_positions
+    words = f"{count} prompt tokens and {told(max_tokens)} new ones need {told(need)} positions"
+    if need > engine.ctx:
+        shorter = "lower --max-tokens" if count < engine.ctx else "shorten the prompt"
+        raise UserError(
+            f"{words}, {engine.ctx} are there",
+            f"raise --ctx or {shorter}" if engine.ctx < longest else shorter,
+        )
+    drafted = drafts and engine.drafter.config.max_positions  # 0: not stated
+    if drafted and need > drafted:
+        raise UserError(
+            f"{words}, the drafter was made for {drafted}",
+            f"decode plainly, which goes to {engine.ctx}: --drafter none (drafter=False)",
+        )
 
 
 def prompt_ids(engine, prompt, options):
-    """Ids of a prompt: a list of ids as it is, a list of messages or a str through the chat template.
+    """Ids of a prompt: a sequence of ids as it is, a list of messages or a str through the chat template.
 
-    Errors: UserError for an empty prompt, ids outside the vocabulary, text without a tokenizer.
+    Errors: UserError for an empty prompt, ids without a row in the target's embedding, text without a tokenizer, and
+    what is no prompt.
     """
-    vocab = engine.target.config.vocab
-    if isinstance(prompt, (list, tuple)) and not any(isinstance(item, dict) for item in prompt):
-        ids = list(prompt)
-        bad = [
-            i for i in ids if isinstance(i, bool) or not hasattr(i, "__index__") or not 0 <= int(i) < vocab
-        ]
-        if bad:
-            raise UserError(f"token {bad[0]!r} is outside 0 to {vocab - 1}")
-        ids = [int(i) for i in ids]
-        _refuse_chat_options(options, ("system", "template_args"), "a prompt of ids is taken as it is")
+    is_chat = isinstance(prompt, (list, tuple)) and any(isinstance(item, Mapping) for item in prompt)
+    if isinstance(prompt, str) or is_chat:
+        ids = _text_ids(engine, prompt if isinstance(prompt, str) else list(prompt), options)
     else:
-        ids = _text_ids(engine, prompt, options)
+        ids = _given_ids(prompt)
+        _refuse_chat_options(options, ("system", "template_args"), "a prompt of ids is taken as it is")
     if not ids:
         raise UserError("the prompt is empty", 'give some text: minidflash generate "hello"')
+    rows = engine.target.config.vocab
+    bad = next((i for i in ids if not 0 <= i < rows), None)
+    if bad is not None:
+        is_known = engine.tokenizer is not None and 0 <= bad < 2**32
+        text = engine.tokenizer.backend.id_to_token(bad) if is_known else None
+        words, hint = f"token {told(bad)}", None
+        if text is not None:
+            words, hint = (
+                f"{words} {told(text)}",
+                "leave it out of the prompt: this model was not made for it",
+            )
+        raise UserError(f"{words} is outside 0 to {rows - 1}, the ids that the target embeds", hint)
+    return ids
+
+
+def _given_ids(prompt):
+    """A prompt of whole numbers as a list of int."""
+    needed = "need a text, a list or array of ids, or a list of messages"
+    if isinstance(prompt, np.ndarray):
+        if prompt.ndim != 1 or (prompt.size and prompt.dtype.kind not in "iu"):
+            raise UserError(f"the prompt is an array of {prompt.dtype} with shape {prompt.shape}, {needed}")
+        return prompt.tolist()
+    if not isinstance(prompt, (list, tuple, range)):
+        hint = "give its ids as a list: prompt.tolist()" if hasattr(prompt, "tolist") else None
+        raise UserError(f"the prompt is of type {type(prompt).__name__}, {needed}", hint)
+    ids = [whole_number(item) for item in prompt]
+    if None in ids:
+        bad = prompt[ids.index(None)]
+        raise UserError(f"the prompt holds {told(bad)} of type {type(bad).__name__}, {needed}")
     return ids
 
 
@@ -127,12 +192,21 @@ def _refuse_chat_options(options, names, why):
             raise UserError(f"{flag} has no effect here: {why}", f"leave out {flag}")
 
 
-def reserve(engine, request):
-    """The engine's State for this request, made anew only when its shape changes. Errors: UserError when busy."""
+def refuse_busy(engine):
+    """Errors: UserError while a run goes on. A stream that has not begun is none."""
     if engine.is_busy:
         raise UserError(
             "this engine is generating already", "finish or close that stream, or load a second engine"
         )
+
+
+def reserve(engine, request):
+    """The engine's State for this request, made anew only when its shape changes.
+
+    Errors: UserError when busy, and in a forked process where the backend does not work there.
+    """
+    refuse_busy(engine)
+    engine.ops.refuse_fork()
     engine.is_busy, engine.is_interrupted = True, False
     try:
         stop_ids = frozenset() if request.ignore_eos else engine.stop_ids

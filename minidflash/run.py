@@ -1,13 +1,14 @@
 """`minidflash generate`: the prompt in, text out round by round, then JSON or statistics."""
 
-import json
 import sys
 from contextlib import nullcontext
 from pathlib import Path
 
+from .encoding import decoded
 from .errors import UserError
 from .options import load_keywords, sampling_wishes
-from .terminal import Interrupt, Progress, is_terminal, say, write
+from .terminal import Interrupt, Progress, is_terminal, json_line, say, write
+from .values import told
 
 BETWEEN = "\n\n"  # two samples
 EXAMPLE = 'minidflash generate "Why is the sky blue?"'
@@ -27,7 +28,7 @@ def generate(args, interrupt=None):
     if args.chat_template_arg:
         options["template_args"] = dict(map(parse_template_arg, args.chat_template_arg))
     prompt = read_prompt(args)
-    with Trace(args.trace) if args.trace else nullcontext() as trace:
+    with nullcontext() if args.trace is None else Trace(args.trace) as trace:
         engine = open_engine(args)
         request = Request.of(engine, prompt, options)
         request.options |= {"ctx": engine.ctx, "prefill_chunk": engine.chunk}
@@ -36,7 +37,7 @@ def generate(args, interrupt=None):
         warn(args, engine, request)
         rounds, result = run(engine, request, args, interrupt, trace)
     if args.json:
-        write(json.dumps(result.to_json()) + "\n")
+        write(json_line(result.to_json()))
     if args.stats:
         from .report import round_costs, stats_lines
 
@@ -55,10 +56,10 @@ def read_prompt(args):
         if args.prompt is not None:
             raise UserError("a prompt and --tokens are two prompts", "leave out one of them")
         words = args.tokens.split()
-        bad = [word for word in words if not (word.isascii() and word.isdigit())]
+        bad = [word for word in words if not (word.isascii() and word.isdigit() and len(word) < 20)]
         if bad:
             raise UserError(
-                f"--tokens: {bad[0]!r} is no token id", 'ids are parted by spaces: --tokens "5 9 9"'
+                f"--tokens: {told(bad[0])} is no token id", 'ids are parted by spaces: --tokens "5 9 9"'
             )
         return [int(word) for word in words]
     text = args.prompt
@@ -76,12 +77,7 @@ def read_prompt(args):
             raise UserError(f"prompt file {where!r} cannot be read: {reason}", hint) from None
     else:
         return text
-    try:
-        text = data.decode("utf-8")  # line ends as they are: the model sees what was written
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"the prompt from {where} is not UTF-8 (byte {error.start})", "convert it to UTF-8"
-        ) from None
+    text = decoded(data, f"the prompt from {where}")  # line ends as they are: the model sees what was written
     if not text:
         raise UserError(f"the prompt from {where} is empty", EXAMPLE)
     return text
@@ -93,6 +89,8 @@ def open_engine(args, **keywords):
 
     with Progress(is_terminal(sys.stderr) and not args.quiet) as show:
         engine = load(**load_keywords(args), **keywords, progress=show)
+    for note in [] if args.quiet else engine.notes:
+        say(f"minidflash: {note}")
     if args.verbose:
         say(f"{engine.ops.name}, {engine.ops.activations}, context {engine.ctx}; loaded in {engine.load_s:.2f} s, "
             f"kernels ready in {engine.jit_s:.2f} s")  # fmt: skip
@@ -110,8 +108,6 @@ def show_prompt(engine, prompt, request):
 
 def warn(args, engine, request):
     """What a user should know before the text comes, each on one line of stderr."""
-    from .engine import context_length
-
     if args.quiet:
         return
     if args.drafter is None and engine.drafter is None:
@@ -120,7 +116,7 @@ def warn(args, engine, request):
         trained = engine.drafter.config.block
         say(f"minidflash: block {request.block} is wider than the {trained} this drafter was trained on: expect fewer "
             "accepted drafts")  # fmt: skip
-    allowed = context_length(engine.target.config, engine.drafter and engine.drafter.config, None)
+    allowed = engine.target.config.max_positions
     if args.ctx is None and engine.ctx < allowed:
         say(
             f"minidflash: context {engine.ctx} of {allowed} positions: what memory holds (--ctx N takes more)"
@@ -134,7 +130,7 @@ def run(engine, request, args, interrupt, trace=None):
     from .loop import finish, rounds_of
     from .stats import Timing
 
-    timing, rounds, is_streaming = Timing(), [], not (args.json or args.no_stream)
+    timing, rounds, reason, is_streaming = Timing(), [], None, not (args.json or args.no_stream)
     try:
         for r in rounds_of(engine, request, timing):
             interrupt.engine = engine  # from now on the round is finished first
@@ -149,10 +145,8 @@ def run(engine, request, args, interrupt, trace=None):
             write("\n")
         raise
     except KeyboardInterrupt:  # before the first token
-        interrupt.count = max(1, interrupt.count)
-    is_whole = rounds and rounds[-1].finish_reason and rounds[-1].sample == request.sampling.samples - 1
-    is_cut = interrupt.count and not is_whole
-    result = finish(engine, request, rounds, timing, "interrupted" if is_cut else None)
+        reason = "interrupted"
+    result = finish(engine, request, rounds, timing, reason)
     if not args.json and request.max_tokens:
         told = result.samples or [{"text": result.text, "tokens": result.tokens}]
         texts = [shown(one["text"], one["tokens"]) for one in told]

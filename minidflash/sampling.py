@@ -1,11 +1,11 @@
 """How the target's token is chosen: the checked sampling options, and what of them lies on the device."""
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from .errors import UserError
+from .values import flag, one_of, real, whole
 
 GREEDY_BELOW = 1e-5  # as in kernels/oracle.py: a temperature from 0 to here means the likeliest token
 OPTIONS = {
@@ -13,6 +13,7 @@ OPTIONS = {
     "logprobs": False,
 }  # fmt: skip
 LARGEST = 3e38  # of f32, about: a hotter law is as flat
+MOST_SAMPLES = 65536  # the first tokens of all of them are drawn and kept before the first answer begins
 
 
 @dataclass(frozen=True)
@@ -38,26 +39,24 @@ class Sampling:
     def of(cls, given):
         """Check keywords; absent or None is the default. Errors: UserError naming the option."""
         o = OPTIONS | {name: value for name, value in given.items() if name in OPTIONS and value is not None}
-        if o["accept"] not in ("match", "reject"):
-            raise UserError(f"accept is {o['accept']!r}", "there are match and reject")
-        temperature = _real(o, "temperature", lambda t: t >= 0, "a number from 0 up")
+        law = cls(
+            real("temperature", o["temperature"], lambda t: t >= 0, "a number from 0 up"),
+            whole("top_k", o["top_k"], 0, 2**31 - 1),
+            real("top_p", o["top_p"], lambda p: 0 < p <= 1, "a number above 0, at most 1"),
+            real("min_p", o["min_p"], lambda p: 0 <= p <= 1, "a number from 0 to 1"),
+            whole("seed", o["seed"], 0, 2**64 - 1),
+            whole("samples", o["samples"], 1, MOST_SAMPLES),
+            one_of("accept", o["accept"], ("match", "reject")),
+            flag("logprobs", o["logprobs"]),
+        )
         if given.get("temperature") is None:
             for name in ("top_k", "top_p", "min_p", "seed", "samples", "accept"):
-                if o[name] != OPTIONS[name]:
-                    flag = "--" + name.replace("_", "-")
+                if getattr(law, name) != OPTIONS[name]:
+                    wish = "--" + name.replace("_", "-")
                     raise UserError(
-                        f"{flag} has no effect at temperature 0", f"leave out {flag}, or give --temperature"
+                        f"{wish} has no effect at temperature 0", f"leave out {wish}, or give --temperature"
                     )
-        return cls(
-            temperature,
-            _whole(o, "top_k", 0, 2**31 - 1),
-            _real(o, "top_p", lambda p: 0 < p <= 1, "a number above 0, at most 1"),
-            _real(o, "min_p", lambda p: 0 <= p <= 1, "a number from 0 to 1"),
-            _whole(o, "seed", 0, 2**64 - 1),
-            _whole(o, "samples", 1, 2**31 - 1),
-            o["accept"],
-            bool(o["logprobs"]),
-        )
+        return law
 
     @property
     def rejects(self):
@@ -87,18 +86,3 @@ class Sampling:
         law[1] = max(law[1], np.finfo(np.float32).tiny)  # the likeliest token stays
         ops.upload(s.key, np.tile(words.view(np.int32), (s.slots, 1)))
         ops.upload(s.law, np.tile(law, (s.slots, 1)))
-
-
-def _whole(options, name, low, high):
-    value = options[name]
-    if isinstance(value, bool) or not hasattr(value, "__index__") or not low <= int(value) <= high:
-        raise UserError(f"{name.replace('_', '-')} is {value!r}, need a whole number from {low} to {high}")
-    return int(value)
-
-
-def _real(options, name, is_good, needed):
-    value = options[name]
-    is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or not is_good(value):
-        raise UserError(f"{name.replace('_', '-')} is {value!r}, need {needed}")
-    return float(value)

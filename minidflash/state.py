@@ -84,8 +84,8 @@ class State:
 def make_state(ops, target, drafter, stop_ids, slots, ctx, block, chunk, rejects=False):
     """Allocate a State.
 
-    target, drafter: configs (drafter None: plain decoding, block 1). ctx: positions a slot may use; the caches hold
-    ctx + block rows, since the last block may overshoot. chunk: rows of one prefill pass. rejects: drafts are drawn, so their laws are kept. Errors: MemoryError.
+    target, drafter: configs (drafter None: plain decoding, block 1). ctx: positions a slot may use, fewer where the
+    drafter was made for fewer; the caches hold block rows more, since the last block may overshoot. chunk: rows of one prefill pass. rejects: drafts are drawn, so their laws are kept. Errors: MemoryError.
     """
     wide = slots * block
     count = max(chunk, wide)
@@ -105,7 +105,7 @@ def make_state(ops, target, drafter, stop_ids, slots, ctx, block, chunk, rejects
         columns = len(drafter.taps) * target.width
         taps = ops.array((count, columns), "A")
         features = ops.array((count, drafter.width), "A")
-        own = (drafter.layers, slots, drafter.kv_heads, room, drafter.head_size)
+        own = (drafter.layers, slots, drafter.kv_heads, drafter.context(ctx) + block, drafter.head_size)
         drafter_k, drafter_v = ops.array(own, "A"), ops.array(own, "A")
         stacked = 2 * drafter.layers * drafter.kv_heads * drafter.head_size
         needs += _work_needs(drafter, wide, wide)[:-1]

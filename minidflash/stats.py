@@ -86,7 +86,7 @@ class Timing:
     """Seconds of a run's parts, and tokens per second.
 
     load_s: reading weights. jit_s: compiling kernels. prefill_s: the prompt. decode_s: all rounds after it.
-    ttft_s: from the call to the first token. tokens_per_s: tokens after the first / decode_s, None when there
+    ttft_s: from the call of generate or stream to the first token, all that lies between counted. tokens_per_s: tokens after the first / decode_s, None when there
     are none. Source: engine.md 5.
     """
 
@@ -141,15 +141,15 @@ class Result:
     def of(cls, rounds, block, finish_reason=None, timing=None, memory_bytes=None, samples=1, **facts):
         """Gather a run's rounds.
 
-        rounds: list of Round as streamed. block: B, None for plain decoding. finish_reason: None takes the
-        last round's, else "length". samples: how many answers. timing.tokens_per_s is filled in where it is None, over
+        rounds: list of Round as streamed. block: B, None for plain decoding. finish_reason: of the last answer where
+        its rounds say none, default "length". samples: how many answers were asked for; those that had not begun when
+        a run was interrupted are left out. timing.tokens_per_s is filled in where it is None, over
         all of them. facts: prompt_tokens,
         backend, activations, machine, target, drafter, options. Returns Result. Errors: TypeError for a
         missing or unknown fact. Source: engine.md 5.
         """
-        answers = [
-            [r for r in rounds if r.sample == i] for i in range(rounds[-1].sample + 1 if rounds else 1)
-        ]
+        begun = rounds[-1].sample + 1 if rounds else 1 if finish_reason else samples
+        answers = [[r for r in rounds if r.sample == i] for i in range(begun)]
         decoded = sum(len(r.tokens) for r in rounds) - len(answers)
         timing = timing or Timing()
         if timing.tokens_per_s is None and decoded > 0 and timing.decode_s > 0:
@@ -195,7 +195,7 @@ def answer(rounds, block, finish_reason=None):
     told = {
         "text": None if None in texts else "".join(texts),
         "tokens": [int(token) for r in rounds for token in r.tokens],
-        "finish_reason": finish_reason or (rounds[-1].finish_reason if rounds else None) or "length",
+        "finish_reason": (rounds[-1].finish_reason if rounds else None) or finish_reason or "length",
         "rounds": [len(r.tokens) for r in verify_rounds(rounds, block)],
     }
     if any(r.logprobs is not None for r in rounds):

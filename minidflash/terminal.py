@@ -1,16 +1,17 @@
 """Streams of the command line: text out, notes and progress on stderr, colours, Ctrl-C."""
 
+import json
 import os
 import signal
 import sys
 import threading
 import time
 
-from .errors import UserError
+from .errors import UserError, printable
 
 
 def write(text):
-    """Write to stdout and flush. Errors: BrokenPipeError as it is, UserError code 3 for a full disk."""
+    """Write to stdout as it is and flush. Errors: BrokenPipeError as it is, UserError code 3 for a full disk."""
     if sys.stdout is None:  # started with stdout closed
         return
     try:
@@ -33,10 +34,25 @@ def silence(stream):
         pass
 
 
+def write_lines(lines):
+    """Write lines for a person to stdout, each of them printable. Errors: those of write."""
+    write("".join(f"{printable(line)}\n" for line in lines))
+
+
+def json_line(found):
+    """found as a line of JSON for every strict reader. Errors: UserError code 1 for NaN and infinity."""
+    try:
+        return json.dumps(found, allow_nan=False) + "\n"
+    except ValueError:
+        raise UserError(
+            "a number of the result is NaN or infinite, and JSON has no word for it", code=1
+        ) from None
+
+
 def say(text):
-    """One line on stderr."""
+    """Lines on stderr, printable: names in them may come from a stranger's file."""
     if sys.stderr is not None:
-        print(text, file=sys.stderr, flush=True)
+        print(printable(text, keep="\n\t"), file=sys.stderr, flush=True)
 
 
 def is_terminal(stream):
@@ -86,7 +102,7 @@ class Progress:
         self._last, self._label = now, label
         share = f" {100 * done // total} %" if total else ""
         size = f" of {amount(total)}" if total and total >= 1e6 else ""
-        line = f"{label}{share}{size}"
+        line = printable(f"{label}{share}{size}")
         sys.stderr.write("\r" + line.ljust(self._width))
         sys.stderr.flush()
         self._width = max(self._width, len(line))

@@ -4,11 +4,13 @@ import re
 from pathlib import Path
 
 from .chat import read_templates, render_chat
+from .encoding import without_mark
 from .errors import UserError
-from .weights.safetensors_io import read_json
+from .weights.safetensors_io import read_bytes, read_json
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _BROKEN = "\ufffd"  # what bytes that are no character decode to
+_LONG = 64  # ids; a window without a character bound may become so long
 
 
 def open_tokenizer(folder):
@@ -27,8 +29,9 @@ def open_tokenizer(folder):
         import tokenizers
     except ImportError as error:
         raise UserError("text needs the package tokenizers", hint="pip install tokenizers", code=3) from error
+    data = without_mark(read_bytes(path), str(path))
     try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
+        backend = tokenizers.Tokenizer.from_buffer(data)
     except Exception as error:  # the library raises bare Exception
         reason = " ".join(str(error).split())
         raise UserError(f"tokenizer.json cannot be read: {reason}", hint=f"fetch {path} again") from error
@@ -70,7 +73,10 @@ class Tokenizer:
             self.stop_ids = frozenset([stop])
         added = backend.get_added_tokens_decoder()
         self._hidden = frozenset(i for i, token in added.items() if token.special)
-        self._has_byte_tokens = '"ByteFallback"' in backend.to_str()
+        # Not the whole tokenizer as text: that takes a step for every number up to the largest id.
+        self._has_byte_tokens = (
+            backend.decoder is not None and b'"ByteFallback"' in backend.decoder.__getstate__()
+        )
 
     @property
     def has_chat_template(self):
@@ -100,7 +106,7 @@ class Tokenizer:
         """
         return self._encode(text, with_special=False)
 
-    def render(self, messages, **template_args):
+    def render(self, messages, /, **template_args):
         """The prompt text of a chat, ready for the assistant's turn.
 
         messages: list of {"role": ..., "content": ...}. template_args: what the template reads, e.g.
@@ -160,8 +166,9 @@ class TextStream:
     """Text as ids come in: pieces that are never taken back and join to exactly decode(all ids).
 
     Decoding each piece alone would lose or double spaces (F35), so a window is decoded whose head has been
-    shown already. Held back: a character whose bytes are not complete, and a run of byte tokens, which
-    the ByteFallback decoder may still turn into U+FFFD as a whole. Source: F35; tokenizers' decoders.
+    shown already. Held back: a character whose bytes are not complete, and a run of byte tokens: whatever comes
+    next may be a byte with which the ByteFallback decoder turns the whole run into U+FFFD, the characters that
+    were complete too. A run is decoded once, when it ends (F109). Source: F35; tokenizers' decoders.
     """
 
     def __init__(self, tokenizer):
@@ -172,6 +179,7 @@ class TextStream:
         self._tokenizer = tokenizer
         self._window = []  # [shown head .. ids not settled yet], without ids that give no text
         self._head = 0  # how many ids of the window are the shown head; both its ends are character bounds
+        self._settled = 0  # how many of its ids are no part of a run of bytes at its end
         self._shown = 0  # characters of the window's text that have been returned
 
     def push(self, ids):
@@ -179,22 +187,38 @@ class TextStream:
 
         ids: list of int. Returns str, perhaps "". Errors: none. Source: class docstring.
         """
-        tokenizer, window = self._tokenizer, self._window
-        window.extend(i for i in ids if tokenizer.is_shown(i))
-        settled = len(window)
-        while settled > self._head and tokenizer.is_byte(window[settled - 1]):
-            settled -= 1
-        text = tokenizer.decode(window[:settled])
+        tokenizer, window, before = self._tokenizer, self._window, self._settled
+        for token in ids:
+            if tokenizer.is_shown(token):
+                window.append(token)
+                if not tokenizer.is_byte(token):
+                    self._settled = len(window)
+        if self._settled == before:
+            return ""
+        text = tokenizer.decode(window[: self._settled])
         is_clean = not text.endswith(_BROKEN)
         end = len(text) if is_clean else len(text) - 1  # only the last one can still become a character
         piece = text[self._shown : end]
         self._shown = max(self._shown, end)
-        if is_clean and settled > self._head:
-            tail = tokenizer.decode(window[self._head : settled])
-            if tail:  # a head without text (a lone word mark) would make the next word a first word
-                del window[: self._head]
-                self._head, self._shown = settled - self._head, len(tail)
+        if is_clean or self._settled - self._head > _LONG:
+            self._shift(is_clean)
         return piece
+
+    def _shift(self, is_clean):
+        """Shorten the window to the ids after its head. Where bytes that are no text leave no character bound
+        there, shorten it to the last place that decodes alone as it does in the window."""
+        decode, window, start, settled = self._tokenizer.decode, self._window, self._head, self._settled
+        if not is_clean:
+            whole = decode(window[:settled]).replace(" ", "")  # a first word may lose its space
+            for start in range(settled - 1, settled - 9, -1):  # a character has at most four bytes
+                if (decode(window[:start]) + decode(window[start:settled])).replace(" ", "") == whole:
+                    break
+        tail = decode(window[start:settled])
+        if tail:  # a head without text (a lone word mark) would make the next word a first word
+            del window[:start]
+            self._settled -= start
+            self._head = self._settled if is_clean else 0
+            self._shown = len(tail) if is_clean else len(tail) - 1
 
     def finish(self):
         """Return what is still held back, as decode gives it, and start over.
@@ -202,7 +226,7 @@ class TextStream:
         Returns str: a cut character comes as U+FFFD. Errors: none. Source: class docstring.
         """
         piece = self._tokenizer.decode(self._window)[self._shown :]
-        self._window, self._head, self._shown = [], 0, 0
+        self._window, self._head, self._settled, self._shown = [], 0, 0, 0
         return piece
 
 

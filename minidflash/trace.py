@@ -4,11 +4,14 @@ import json
 import sys
 from pathlib import Path
 
-from .errors import UserError
+from .encoding import decoded
+from .errors import UserError, printable
 from .stats import Round, Stats
-from .terminal import Paint, duration, write
+from .terminal import Paint, duration, json_line, write
 
 BARS = " ▁▂▃▄▅▆▇█"
+MOST_ROWS = 1024  # of one round
+LONGEST = 1e9  # seconds of one round, 31 years
 
 
 class Trace:
@@ -17,12 +20,17 @@ class Trace:
     A line: round (0: prefill's token), ids, drafts (ids verified), accepted (drafts kept, before stop and budget
     cuts), verify (rows), seconds, text, finish_reason, with a tokenizer id_texts and draft_texts, from the second
     sample on sample, and logprobs where they were asked for.
-    Errors: UserError when it cannot be written.
+    Errors: UserError when it cannot be written, code 3 once it is open: a disk is full then.
     """
 
     def __init__(self, path):
+        if path in ("", "-"):
+            raise UserError(
+                f"--trace {path!r}: a trace needs a file of its own",
+                "--trace run.jsonl, or --trace ./- for that name",
+            )
         try:
-            self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115
+            self._file = open(path, "wb", buffering=0)  # noqa: SIM115 unbuffered: closing writes nothing again
         except OSError as error:
             raise UserError(f"trace file {path!r} cannot be written: {error.strerror}") from None
         self._path, self._count = path, 0
@@ -31,7 +39,7 @@ class Trace:
         return self
 
     def __exit__(self, *_):
-        self._file.close()
+        self._do(self._file.close)
 
     def write(self, r, tokenizer=None):
         """Append one Round. tokenizer: of the target, or None."""
@@ -46,38 +54,85 @@ class Trace:
         if tokenizer is not None:
             line["id_texts"] = [tokenizer.decode([i]) for i in r.tokens]
             line["draft_texts"] = [tokenizer.decode([i]) for i in r.drafted]
+        rest = json_line(line).encode()
+        while rest:  # a disk that becomes full takes a part
+            rest = rest[self._do(self._file.write, rest) :]
+        self._count += 1
+
+    def _do(self, action, *args):
+        """Something with the file. Errors: UserError naming it; BrokenPipeError as it is."""
         try:
-            self._file.write(json.dumps(line) + "\n")
-            self._file.flush()
+            return action(*args)
         except BrokenPipeError:
             raise
         except OSError as error:
             raise UserError(
                 f"trace file {self._path!r} cannot be written: {error.strerror}", code=3
             ) from None
-        self._count += 1
 
 
 def read(path):
     """The lines of a trace file as dicts. Errors: UserError naming the file and the line."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8"
-        raise UserError(f"trace file {path!r} cannot be read: {reason}") from None
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise UserError(f"trace file {path!r} cannot be read: {error.strerror}") from None
     lines = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(decoded(data, f"trace file {path!r}").splitlines(), 1):
         try:
             found = json.loads(line)
-            if not (found["ids"] or found["finish_reason"]) or found["accepted"] > len(found["drafts"]):
-                raise ValueError
-            lines.append(found)
-        except (ValueError, KeyError, TypeError):
+            wrong = _wrong(found)
+        except (ValueError, RecursionError):
+            wrong = "it is not JSON"
+        if wrong:
             hint = "minidflash generate --trace FILE writes such files"
-            raise UserError(f"{path}, line {number}: this is no line of a trace", hint) from None
+            raise UserError(f"{path}, line {number}: this is no line of a trace: {wrong}", hint)
+        lines.append(found)
     if not lines:
         raise UserError(f"trace file {path!r} is empty")
     return lines
+
+
+def _is_whole(value, most=2**31):
+    return type(value) is int and 0 <= value < most
+
+
+def _is_list(value, is_one):
+    return isinstance(value, list) and all(map(is_one, value))
+
+
+def _is_text(value):
+    return isinstance(value, str)
+
+
+# What each value of a line must be
+KINDS = {
+    "ids": lambda value: _is_list(value, _is_whole),
+    "drafts": lambda value: _is_list(value, _is_whole),
+    "accepted": _is_whole,
+    "verify": lambda value: _is_whole(value, MOST_ROWS),
+    "seconds": lambda value: type(value) in (int, float) and 0 <= value <= LONGEST,
+    "text": lambda value: value is None or _is_text(value),
+    "finish_reason": lambda value: value in (None, "stop", "length", "interrupted"),
+}
+TEXTS = {"id_texts": "ids", "draft_texts": "drafts"}  # these may be missing
+
+
+def _wrong(line):
+    """What makes this no line of a trace, in words, or None."""
+    if not isinstance(line, dict):
+        return f"it is a {type(line).__name__}"
+    for key, is_right in KINDS.items():
+        if key not in line or not is_right(line[key]):
+            return f"{key} is {line[key]!r:.40}" if key in line else f"it has no {key}"
+    for key, ids in TEXTS.items():
+        if key in line and not (_is_list(line[key], _is_text) and len(line[key]) == len(line[ids])):
+            return f"{key} are not the texts of {ids}"
+    if not (line["ids"] or line["finish_reason"]):
+        return "it has no ids"
+    if line["accepted"] > len(line["drafts"]) or len(line["drafts"]) != max(0, line["verify"] - 1):
+        return f"{line['verify']} rows, {len(line['drafts'])} drafts and {line['accepted']} accepted do not agree"
+    return None
 
 
 def tell(args, interrupt=None):
@@ -121,13 +176,8 @@ def tell_round(number, line, paint):
 
 def _pieces(line, texts, ids):
     """Texts of ids, control characters made visible; the ids themselves where there is none."""
-    found = line.get(texts) or [None] * len(line[ids])
-    return [
-        str(i)
-        if not piece
-        else "".join(c if c.isprintable() else repr(c)[1:-1] for c in piece).replace(" ", "·")
-        for i, piece in zip(line[ids], found, strict=True)
-    ]
+    found = line.get(texts) or [""] * len(line[ids])
+    return [printable(piece).replace(" ", "·") or str(i) for i, piece in zip(line[ids], found, strict=True)]
 
 
 def summary(lines):

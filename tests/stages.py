@@ -22,13 +22,21 @@ def record_stages(engine, prompt, rounds=1):
     the host's.
     """
     found, features, original = {}, {}, engine.propose
-    inject = engine.ops.backend.inject
+    # A prompt's kernels may be others.
+    injects = {each: each.backend.inject for each in (engine.ops, engine.ops.for_prefill)}
 
-    def keep(f, wkv, kv_bias, k_norm, eps, cos, sin, slot, pos, *rest):
-        for row, p in enumerate(pos):
-            if p >= 0:
-                features[int(p)] = wide(f[row])
-        inject(f, wkv, kv_bias, k_norm, eps, cos, sin, slot, pos, *rest)
+    def keeping(inject):
+        def keep(f, wkv, kv_bias, k_norm, eps, cos, sin, slot, pos, *rest):
+            for row, p in enumerate(pos):
+                if p >= 0:
+                    features[int(p)] = wide(f[row])
+            inject(f, wkv, kv_bias, k_norm, eps, cos, sin, slot, pos, *rest)
+
+        return keep
+
+    def use(ops, inject):
+        ops.backend.inject = inject
+        ops.__dict__.pop("inject", None)  # looked up once, kept there
 
     def watched(ops, engine, s, drafted_rows):
         calls, before = ops._recording, len(ops._recording)
@@ -54,8 +62,8 @@ def record_stages(engine, prompt, rounds=1):
 
         calls.append(("draft", run, ()))
 
-    engine.ops.backend.inject = keep
-    engine.ops.__dict__.pop("inject", None)  # looked up once, kept there
+    for ops, inject in injects.items():
+        use(ops, keeping(inject))
     try:
         with proposing(engine, watched):
             stream = md.stream(engine, prompt, max_tokens=64 * rounds, verify=64)
@@ -65,8 +73,8 @@ def record_stages(engine, prompt, rounds=1):
                 next(stream)
             stream.close()
     finally:
-        engine.ops.backend.inject = inject
-        engine.ops.__dict__.pop("inject", None)
+        for ops, inject in injects.items():
+            use(ops, inject)
     return found, np.stack([features[p] for p in range(found["start"])])
 
 
@@ -79,7 +87,7 @@ def read_tensors(folder):
     """name -> float64 array of the one safetensors file in a folder."""
     raw = (Path(folder) / "model.safetensors").read_bytes()
     size = int.from_bytes(raw[:8], "little")
-    kinds = {"BF16": ml_dtypes.bfloat16, "F32": np.float32, "I32": np.int32}
+    kinds = {"BF16": ml_dtypes.bfloat16, "F32": np.float32, "I32": np.int32, "U8": np.uint8}
     tensors = {}
     for name, entry in json.loads(raw[8 : 8 + size]).items():
         if name != "__metadata__":
@@ -94,24 +102,79 @@ def rms(x, w, eps):
     return w * x / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
 
 
+def linear(w, name, x):
+    """x W^T + b, where there is a b."""
+    return x @ w[name + ".weight"].T + w.get(name + ".bias", 0)
+
+
+def mlp(w, at, y):
+    """(the layer's second step, silu(gate) * up) of normed rows."""
+    gate, up = (linear(w, f"{at}{part}_proj", y) for part in ("gate", "up"))
+    h = gate / (1 + np.exp(-gate)) * up
+    return linear(w, at + "down_proj", h), h
+
+
+def attention(q, k, v, mask):
+    """softmax(q k^T / sqrt(K)) v of (rows, H, K) and (keys, G, K) where the mask (rows, keys) is true."""
+    k, v = (np.repeat(z, q.shape[1] // z.shape[1], axis=1) for z in (k, v))
+    scores = np.where(mask, np.einsum("ihd,jhd->hij", q, k) * q.shape[-1] ** -0.5, -np.inf)
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.einsum("hij,jhd->ihd", p / p.sum(-1, keepdims=True), v)
+
+
+def rope(config, x, positions):
+    """x: (T, heads, K) rotated half-split at `positions`, with yarn's frequencies where a config asks for them."""
+    size, theta, yarn = x.shape[-1], config["rope_theta"], config.get("rope_scaling")
+    pair = np.arange(size // 2)
+    frequency, stretch = theta ** (-2 * pair / size), 1.0
+    if yarn:  # models.md 4: pairs that turn often stay, those that turn rarely are slowed
+        context, factor = yarn["original_max_position_embeddings"], yarn["factor"]
+        turns = np.array([yarn["beta_fast"], yarn["beta_slow"]])
+        low, high = size * np.log(context / (2 * np.pi * turns)) / (2 * np.log(theta))
+        if yarn.get("truncate", True):
+            low, high = np.floor(low), np.ceil(high)
+        low, high = max(low, 0), min(high, size - 1)
+        slowed = np.clip((pair - low) / (high - low), 0, 1)
+        frequency, stretch = frequency * (1 - slowed + slowed / factor), 1 + 0.1 * np.log(factor)
+    angle = (np.asarray(positions)[:, None] * frequency)[:, None]
+    a, b = x[..., : size // 2], x[..., size // 2 :]
+    cos, sin = stretch * np.cos(angle), stretch * np.sin(angle)
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+
 class Reference:
-    """One draft pass in float64. Source: models.md 7.3 and 7.5."""
+    """One draft pass, and the target's pass over a text, in float64. Source: models.md 1, 4, 7.3 and 7.5."""
 
     def __init__(self, target, drafter):
-        """target, drafter: checkpoint folders (z-lab's layout; rotary embedding without scaling)."""
+        """target, drafter: checkpoint folders (z-lab's layout; rotary embedding without scaling, or yarn's)."""
         self.w, self.c = read_tensors(drafter), json.loads((Path(drafter) / "config.json").read_text())
+        self.target = json.loads((Path(target) / "config.json").read_text())
         tensors = read_tensors(target)
         self.embed = tensors["model.embed_tokens.weight"]
         self.head = tensors.get("lm_head.weight", self.embed)
+        self.target_w = tensors
 
-    def rope(self, x, positions):
-        """x: (T, heads, K) rotated half-split at `positions`."""
-        size = x.shape[-1]
-        frequency = self.c["rope_theta"] ** (-np.arange(0, size, 2) / size)
-        angle = (np.asarray(positions)[:, None] * frequency)[:, None]
-        a, b = x[..., : size // 2], x[..., size // 2 :]
-        cos, sin = np.cos(angle), np.sin(angle)
-        return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+    def logits(self, ids):
+        """The target's, after every id of a text: (T, V)."""
+        c, w, eps, count = self.target, self.target_w, self.target["rms_norm_eps"], len(ids)
+        size = c["head_dim"]
+        x, where = self.embed[ids], np.arange(count)
+        mask = where[None] <= where[:, None]
+        for i in range(c["num_hidden_layers"]):
+            at = f"model.layers.{i}."
+            y = rms(x, w[at + "input_layernorm.weight"], eps)
+            q, k, v = (
+                linear(w, f"{at}self_attn.{part}_proj", y).reshape(count, -1, size)
+                for part in ("q", "k", "v")
+            )
+            if at + "self_attn.q_norm.weight" in w:
+                q, k = (
+                    rms(z, w[f"{at}self_attn.{part}_norm.weight"], eps) for z, part in ((q, "q"), (k, "k"))
+                )
+            q, k = (rope(c, z, where) for z in (q, k))
+            x = x + linear(w, at + "self_attn.o_proj", attention(q, k, v, mask).reshape(count, -1))
+            x = x + mlp(w, at + "mlp.", rms(x, w[at + "post_attention_layernorm.weight"], eps))[0]
+        return rms(x, w["model.norm.weight"], eps) @ self.head.T
 
     def stages(self, features, anchor, block):
         """{"0.qkv.q": ...} of a block [anchor, mask ...] behind the features of positions 0..start-1."""
@@ -126,11 +189,11 @@ class Reference:
             at = f"layers.{i}."
             y = rms(x, w[at + "input_layernorm.weight"], eps)
             both = np.concatenate([features, y])
-            q = (y @ w[at + "self_attn.q_proj.weight"].T).reshape(block, heads, size)
-            k = (both @ w[at + "self_attn.k_proj.weight"].T).reshape(-1, groups, size)
-            v = (both @ w[at + "self_attn.v_proj.weight"].T).reshape(-1, groups, size)
-            q = self.rope(rms(q, w[at + "self_attn.q_norm.weight"], eps), where)
-            k = self.rope(rms(k, w[at + "self_attn.k_norm.weight"], eps), everywhere)
+            q = linear(w, at + "self_attn.q_proj", y).reshape(block, heads, size)
+            k = linear(w, at + "self_attn.k_proj", both).reshape(-1, groups, size)
+            v = linear(w, at + "self_attn.v_proj", both).reshape(-1, groups, size)
+            q = rope(c, rms(q, w[at + "self_attn.q_norm.weight"], eps), where)
+            k = rope(c, rms(k, w[at + "self_attn.k_norm.weight"], eps), everywhere)
             window = c.get("sliding_window") if kind == "sliding_attention" else None
             causal = c.get("is_causal", window is not None)
             a, b = where[:, None], everywhere[None]
@@ -139,18 +202,12 @@ class Reference:
                 mask = np.abs(a - b) < window
             elif causal:
                 mask = (b <= a) & ((b >= start) | (a - b < (window or start + block)))
-            wide_k, wide_v = (np.repeat(z, heads // groups, axis=1) for z in (k, v))
-            scores = np.einsum("ihd,jhd->hij", q, wide_k) * size**-0.5
-            scores = np.where(mask, scores, -np.inf)
-            p = np.exp(scores - scores.max(-1, keepdims=True))
-            o = np.einsum("hij,jhd->ihd", p / p.sum(-1, keepdims=True), wide_v)
+            o = attention(q, k, v, mask)
             out |= {f"{i}.qkv.q": q, f"{i}.attend.o": o, f"{i}.k": k, f"{i}.v": v}
-            x = x + o.reshape(block, -1) @ w[at + "self_attn.o_proj.weight"].T
+            x = x + linear(w, at + "self_attn.o_proj", o.reshape(block, -1))
             out[f"{i}.attention"] = x
-            y = rms(x, w[at + "post_attention_layernorm.weight"], eps)
-            gate, up = (y @ w[f"{at}mlp.{part}_proj.weight"].T for part in ("gate", "up"))
-            h = gate / (1 + np.exp(-gate)) * up
-            x = x + h @ w[at + "mlp.down_proj.weight"].T
+            more, h = mlp(w, at + "mlp.", rms(x, w[at + "post_attention_layernorm.weight"], eps))
+            x = x + more
             out |= {f"{i}.gate_up.h": h, f"{i}.mlp": x}
         out["logits"] = rms(x, w["norm.weight"], eps) @ self.head.T
         return out

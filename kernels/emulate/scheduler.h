@@ -126,7 +126,8 @@ struct Request {
     const Span* poisoned;
     uint64_t poisoned_count;
     int garbage;
-    int has_waited;  // out: griddep_wait was called
+    int has_waited;     // out: griddep_wait was called
+    int has_let_start;  // out: griddep_launch was called while the poisoned spans still were
     char error[2048];
 };
 

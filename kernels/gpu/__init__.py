@@ -116,6 +116,11 @@ class EmulateBackend(GpuBackend, HostBackend):
         """A device array whose contents do not matter yet."""
         return np.empty(shape, dtype)
 
+    def upload(self, buffer, values):
+        """Copy host values into a buffer of ours; as on a GPU, behind all that was launched before."""
+        self.device.synchronize()
+        super().upload(buffer, values)
+
     def load(self, parts, dtype):
         """Device array (rows, cols) of tensors stacked along rows, in u16 or f32."""
         data, first = np.empty(stacked_shape(parts), dtype), 0

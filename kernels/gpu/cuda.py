@@ -69,6 +69,7 @@ class CudaBackend(GpuBackend):
     # A prompt's launches are not in a graph: at 256 tokens a pass the host's 65 us a launch were all the time of 2,048
     # (H100, Qwen3-8B: 3,168 launches, 220 ms). At 2,048 every product has whole waves of its largest tile.
     prefill_chunk = 2048
+    lost_by_fork = "CUDA"
     rounds_ahead = 1  # the host reads a round's record while the next one runs
     buckets = 576, 1152, 2304  # 4, 8 and 16 leaves of attention; behind them its grid is what the card holds
 

@@ -4,6 +4,9 @@
 #ifndef TOO_EARLY
 #define TOO_EARLY 0
 #endif
+#ifndef LATE
+#define LATE 0
+#endif
 
 /* out[0] = sum of x, in block order, whichever block comes last. partial: (grid,) f32. counter: zero. */
 extern "C" __global__ void sum_last_block(const float* x, float* partial, u32* counter, float* out, int n) {
@@ -49,6 +52,14 @@ extern "C" __global__ void produce(const float* x, float* y, int n) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     griddep_launch();
     if (i < n) y[i] = 2.f * x[i];
+}
+
+/* Lets its successor start before what came before it has ended, unless LATE. */
+extern "C" __global__ void between(float* other) {
+    if (!LATE) griddep_launch();
+    griddep_wait();
+    if (LATE) griddep_launch();
+    other[threadIdx.x] = 1.f;
 }
 
 /* TOO_EARLY reads what the kernel before wrote ahead of the wait, by a load or (2) by cp.async: the planted
