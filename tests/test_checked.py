@@ -37,8 +37,8 @@ def one_feature_more(drafts, choice, stop, start, anchor, fresh, left, done, rec
     fresh[0] += 1
 
 
-def nothing_emitted(drafts, choice, stop, start, anchor, fresh, left, done, record):
-    record[0, 0] = 0
+def more_than_its_rows(drafts, choice, stop, start, anchor, fresh, left, done, record):
+    record[0, 0] = 9
 
 
 def rows_shifted(anchor, start, fresh, done, fill, ids, slot, pos, *rest):
@@ -54,7 +54,7 @@ MISTAKES = {
     "start": ("accept", start_behind, "start .* after"),
     "ids": ("accept", id_outside, "ids outside 0"),
     "fresh": ("accept", one_feature_more, "fresh rows are not start|context features wait"),
-    "emitted": ("accept", nothing_emitted, "emitted 0 tokens"),
+    "emitted": ("accept", more_than_its_rows, "emitted 9 tokens"),
     "rows": ("stage", rows_shifted, "target cache rows"),
     "injected": ("stage_context", features_shifted, "drafter rows"),
 }

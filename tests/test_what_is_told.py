@@ -7,7 +7,9 @@ import pytest
 import minidflash as md
 from minidflash import measure
 from minidflash.errors import UserError
-from minidflash.stats import Stats
+from minidflash.stats import Round, Stats
+from minidflash.trace import Trace
+from minidflash.trace import read as trace_lines
 from tests import automaton
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -58,6 +60,13 @@ def test_a_trace_holds_the_rounds(traced):
         told = [line[name] for name in ("ids", "drafts", "accepted", "verify", "text", "finish_reason")]
         assert told == [r.tokens, r.drafted, r.accepted, r.verify, r.text, r.finish_reason]
     assert [line["round"] for line in lines] == list(range(len(lines)))
+
+
+def test_a_line_of_a_trace_keeps_the_order_of_drafts(tmp_path):
+    with Trace(tmp_path / "t.jsonl") as trace:
+        trace.write(Round([5, 9], drafted=[5, 6, 7], accepted=1, verify=4))
+    (line,) = trace_lines(tmp_path / "t.jsonl")
+    assert (line["ids"], line["drafts"], line["accepted"], line["verify"]) == ([5, 9], [5, 6, 7], 1, 4)
 
 
 def test_a_trace_is_retold_as_it_was(traced, mdf):

@@ -175,6 +175,9 @@ def test_head_gives_no_id_where_a_logit_is_not_finite(ops, rng):
         case = test_head.make(ops, rng, 3, 40, 61, limit=60)
         case["w"].array[bad] = stored(value, "bf16")
         assert fast_run(ops, "head", case)["ids"].tolist() == [-1] * 3, (bad, value)
+        case = test_head.make(ops, rng, 3, 40, 61, limit=60)
+        case["w"].array[bad, 5] = stored(value, "bf16")  # a logit of plus or minus infinity, and no NaN
+        assert fast_run(ops, "head", case)["ids"].tolist() == [-1] * 3, (bad, value)
 
 
 @on_gpu_backends

@@ -90,6 +90,11 @@ def test_a_logit_that_is_not_finite_gives_no_id(ops, rng, bad, value):
     case["w"].array[bad] = stored(value, "bf16")  # of one id
     wanted = [-1] * 3 if bad < 60 else logits(case)[:, :60].argmax(1).tolist()
     assert run(ops, "head", case)["ids"].tolist() == wanted, "ids from the limit on do not count"
+    case = make(ops, rng, 3, 40, 61)
+    case["w"].array[bad, 5] = stored(
+        value, "bf16"
+    )  # of one weight: a logit of plus or minus infinity, and no NaN
+    assert run(ops, "head", case)["ids"].tolist() == [-1] * 3
 
 
 def test_negative_logits_have_a_largest_too(ops, rng):
