@@ -75,7 +75,7 @@ def calls(bench, model, rows):
     wo, wg = bench.packed(width, heads * size), bench.packed(2 * ffn, width, fast.PAIRED)
     wd, wh = bench.packed(width, ffn), bench.packed(vocab, width)
     wf, wi = bench.packed(width, taps * width), bench.packed(layers * 2 * groups * size, width)
-    turn = cos, sin, slot, pos
+    turn = cos, sin, slot, pos, pos
 
     def qkv(i):
         weights = wq[i % len(wq)], wkv[(i + 1) % len(wkv)]

@@ -108,12 +108,11 @@ def set_context(ops, s, context, fresh=0):
 def fill_caches(ops, s):
     """Random keys and values at all positions."""
     rng = np.random.default_rng(1)
-    for cache in (s.cache_k, s.cache_v, s.drafter_k, s.drafter_v):
-        for layer in range(len(cache)):
-            bits = rng.integers(0, 2**16, cache[layer].shape, np.uint16) & 0x81FF | 0x3E00
-            if ops.activations == "f32":
-                bits = (bits.astype(np.uint32) << 16).view(np.float32)
-            ops.upload(cache[layer], bits)
+    for array in (part for cache in s.caches + s.drafter_caches for part in (cache.k, cache.v)):
+        bits = rng.integers(0, 2**16, array.shape, np.uint16) & 0x81FF | 0x3E00
+        if ops.activations == "f32":
+            bits = (bits.astype(np.uint32) << 16).view(np.float32)
+        ops.upload(array, bits)
 
 
 def pass_bytes(model, head=True):

@@ -11,7 +11,9 @@ from .weight import Weight
 
 
 class HostBackend:
-    """Arrays in host memory. activations: "f32" or "bf16"."""
+    """Arrays in host memory. activations: "f32" or "bf16". key_cut: attention takes keys in pieces of so many."""
+
+    key_cut = 1
 
     def __init__(self, activations):
         self.activations = activations

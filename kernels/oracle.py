@@ -84,9 +84,11 @@ def embed(ids, table, scale):
     return np.stack([scale * real(table.data[i]) for i in ids])
 
 
-def qkv(x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot, pos, cache_k, cache_v, work):
-    """q = rope(qnorm(Wq n(x))); k and v likewise (v plain) go to the caches at (slot, pos). Returns q: (T, H, K)."""
-    groups, size = cache_k.shape[1], cache_k.shape[3]
+def qkv(
+    x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot, pos, at, cache_k, cache_v, work
+):
+    """q = rope(qnorm(Wq n(x))); k and v likewise (v plain) go to the caches as key `at` of the slot. Returns q: (T, H, K)."""
+    groups, room, size = cache_k.shape[1:]
     q = np.zeros((len(x), wq.rows // size, size))
     for t in range(len(x)):
         if pos[t] < 0:
@@ -100,14 +102,14 @@ def qkv(x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot, 
             k = rmsnorm(k, k_norm, eps)
         c, s = real(cos[pos[t]]), real(sin[pos[t]])
         q[t] = rope(head, c, s)
-        store(rope(k, c, s), cache_k[slot[t], :, pos[t]])
-        store(v, cache_v[slot[t], :, pos[t]])
+        store(rope(k, c, s), cache_k[slot[t], :, at[t] % room])
+        store(v, cache_v[slot[t], :, at[t] % room])
     return q
 
 
 def attend(q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, work):
     """o[t, h] = attention of query head h over the keys its row sees, GQA by consecutive heads. Returns (T, H, K)."""
-    heads, groups = q.shape[1], cache_k.shape[1]
+    heads, (groups, room) = q.shape[1], cache_k.shape[1:3]
     o = np.zeros(q.shape)
     for t in range(len(q)):
         if pos[t] < 0:
@@ -115,7 +117,7 @@ def attend(q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, wo
         first, last = key_range(pos[t], begin[t], end[t], window, causal)
         for h in range(heads):
             g = h // (heads // groups)
-            k, v = (real(c[slot[t], g, first:last]) for c in (cache_k, cache_v))
+            k, v = (real(c[slot[t], g, np.arange(first, last) % room]) for c in (cache_k, cache_v))
             o[t, h] = softmax_attend(real(q[t, h]), k, v, scale)
     return o
 
@@ -300,9 +302,9 @@ def fuse(taps, w, norm, eps, work):
     return np.stack([rmsnorm(linear(real(row), matrix(w)), norm, eps) for row in taps])
 
 
-def inject(f, wkv, kv_bias, k_norm, eps, cos, sin, slot, pos, cache_k, cache_v, work):
-    """KV injection: k, v of every drafter layer from the features f, at (slot, pos). wkv rows: [L][k, v][G][K]."""
-    layers, _, groups, _, size = cache_k.shape
+def inject(f, wkv, kv_bias, k_norm, eps, cos, sin, slot, pos, at, cache_k, cache_v, work):
+    """KV injection: k, v of every drafter layer from the features f, as key `at` of the slot. wkv rows: [L][k, v][G][K]."""
+    layers, _, groups, room, size = cache_k.shape
     for t in range(len(f)):
         if pos[t] < 0:
             continue
@@ -311,11 +313,11 @@ def inject(f, wkv, kv_bias, k_norm, eps, cos, sin, slot, pos, cache_k, cache_v, 
             k, v = kv[layer]
             if k_norm is not None:
                 k = rmsnorm(k, k_norm[layer], eps)
-            store(rope(k, real(cos[pos[t]]), real(sin[pos[t]])), cache_k[layer, slot[t], :, pos[t]])
-            store(v, cache_v[layer, slot[t], :, pos[t]])
+            store(rope(k, real(cos[pos[t]]), real(sin[pos[t]])), cache_k[layer, slot[t], :, at[t] % room])
+            store(v, cache_v[layer, slot[t], :, at[t] % room])
 
 
-def stage(anchor, start, fresh, done, fill, ids, slot, pos, begin, end, row):
+def stage(anchor, start, fresh, done, fill, ids, slot, pos, at, begin, end, row):
     """Rows of one pass of width w = T/N: ids = [anchor, fill[1..w-1]] at start..start+w-1; done slots get pos -1.
 
     A fill of -1, which a drafter whose logits are not finite leaves, becomes id 0: any draft will do.
@@ -328,8 +330,9 @@ def stage(anchor, start, fresh, done, fill, ids, slot, pos, begin, end, row):
             r = n * width + i
             ids[r] = anchor[n] if i == 0 else max(fill[n, i], 0)
             slot[r] = n
-            at = fresh[n] + i
-            row[r] = n * fill.shape[1] + at if at < fill.shape[1] else -1
+            tap = fresh[n] + i
+            row[r] = n * fill.shape[1] + tap if tap < fill.shape[1] else -1
+            at[r] = start[n] + i
             pos[r] = -1 if done[n] else start[n] + i
             begin[r], end[r] = start[n], start[n] + width
 

@@ -5,7 +5,9 @@ Grammar of a row: `[&]name:type[dims][?] ... -> outputs`. Types: `A` the activat
 H query heads, G kv heads, K head size, F ffn width, V vocab, R rows of the tap buffer, C tap columns, S cached rows,
 P rope rows, J rotated pairs, B block, L layers, Z workspace, M picked rows, X stop ids) or products of them; no dims
 means a scalar. `&name` is read and written; `?` may be None; what is behind the arrow is only written. All buffers
-are the caller's. A row of activations with `pos < 0` is inactive: nothing is stored for it.
+are the caller's. A row's address is its slot (which sequence), its pos (where rotation and windows see it) and its at
+(the number of its key): key n of a slot lies in row n % S of its caches, so S rows are a full cache or a ring. A row of
+activations with `pos < 0` is inactive: nothing is stored for it.
 """
 
 import re
@@ -14,7 +16,7 @@ from dataclasses import dataclass
 TABLE = {
     "embed": "ids:i32[T] table:W[V,D] scale:f32 -> x:A[T,D]",
     "qkv": "x:A[T,D] norm:f32[D] eps:f32 wq:W[H*K,D] wkv:W[2*G*K,D] q_bias:f32[H*K]? kv_bias:f32[2*G*K]? "
-    "q_norm:f32[K]? k_norm:f32[K]? cos:f32[P,J] sin:f32[P,J] slot:i32[T] pos:i32[T] "
+    "q_norm:f32[K]? k_norm:f32[K]? cos:f32[P,J] sin:f32[P,J] slot:i32[T] pos:i32[T] at:i32[T] "
     "&cache_k:A[N,G,S,K] &cache_v:A[N,G,S,K] &work:f32[Z] -> q:A[T,H,K]",
     "attend": "q:A[T,H,K] cache_k:A[N,G,S,K] cache_v:A[N,G,S,K] slot:i32[T] pos:i32[T] begin:i32[T] "
     "end:i32[T] window:i32 causal:i32 scale:f32 &work:f32[Z] -> o:A[T,H,K]",
@@ -31,9 +33,9 @@ TABLE = {
     "head_logits": "x:A[T,D] norm:f32[D] eps:f32 w:W[V,D] &work:f32[Z] -> logits:f32[T,V]",
     "fuse": "taps:A[T,C] w:W[D,C] norm:f32[D] eps:f32 &work:f32[Z] -> f:A[T,D]",
     "inject": "f:A[T,D] wkv:W[L*2*G*K,D] kv_bias:f32[L*2*G*K]? k_norm:f32[L,K]? eps:f32 cos:f32[P,J] sin:f32[P,J] "
-    "slot:i32[T] pos:i32[T] &cache_k:A[L,N,G,S,K] &cache_v:A[L,N,G,S,K] &work:f32[Z]",
+    "slot:i32[T] pos:i32[T] at:i32[T] &cache_k:A[L,N,G,S,K] &cache_v:A[L,N,G,S,K] &work:f32[Z]",
     "stage": "anchor:i32[N] start:i32[N] fresh:i32[N] done:i32[N] fill:i32[N,B] -> "
-    "ids:i32[T] slot:i32[T] pos:i32[T] begin:i32[T] end:i32[T] row:i32[T]",
+    "ids:i32[T] slot:i32[T] pos:i32[T] at:i32[T] begin:i32[T] end:i32[T] row:i32[T]",
     "stage_context": "start:i32[N] &fresh:i32[N] -> slot:i32[T] pos:i32[T]",
     "accept": "drafts:i32[N,B] choice:i32[T] stop:i32[X] &start:i32[N] &anchor:i32[N] &fresh:i32[N] &left:i32[N] "
     "&done:i32[N] -> record:i32[N,2*B+3]",

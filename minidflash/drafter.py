@@ -4,7 +4,7 @@ from .layers import run_layer
 
 
 def inject(ops, model, s, taps, slot, pos):
-    """KV injection: the context features of `taps` rows go to every drafter layer's cache at (slot, pos).
+    """KV injection: the context features of `taps` rows go to every drafter layer's cache as key `pos` of the slot.
 
     taps: A[T,C] rows of tapped target states. Rows with pos < 0 are not stored.
     """
@@ -12,8 +12,8 @@ def inject(ops, model, s, taps, slot, pos):
     features = s.features[: len(taps)]
     ops.fuse(taps, w["fc"], w["hidden_norm"], config.eps, s.work, features)
     ops.inject(
-        features, w["kv"], w.get("kv_bias"), w["k_norm"], config.eps, *model.tables, slot, pos, s.drafter_k,
-        s.drafter_v, s.work,
+        features, w["kv"], w.get("kv_bias"), w["k_norm"], config.eps, *model.tables, slot, pos, pos, s.injected.k,
+        s.injected.v, s.work,
     )  # fmt: skip
 
 
@@ -42,6 +42,7 @@ def draft(ops, engine, s, drafted_rows):
         rows.ids,
         rows.slot,
         rows.pos,
+        rows.at,
         rows.begin,
         rows.end,
         rows.tap_row,
@@ -49,7 +50,7 @@ def draft(ops, engine, s, drafted_rows):
     ops.embed(rows.ids, target.weights["embed"], 1.0, rows.x)
     for i, layer in enumerate(model.layers):
         run_layer(
-            ops, config, layer, model.tables, rows, s.drafter_k[i], s.drafter_v[i],
+            ops, config, layer, model.tables, rows, s.drafter_caches[i],
             rows.begin if config.causal[i] else rows.pos, config.windows[i], int(config.causal[i]), s.work,
         )  # fmt: skip
     w = model.weights

@@ -223,6 +223,7 @@ def prefill(engine, s, request):
         ops.upload(rows.ids, np.array(ids[first : first + count], np.int32))
         ops.upload(rows.slot, np.zeros(count, np.int32))
         ops.upload(rows.pos, where)
+        ops.upload(rows.at, where)
         ops.upload(rows.end, where + 1)
         ops.upload(rows.tap_row, where - first)
         verifier.forward(ops, engine.target, s, rows, taps)

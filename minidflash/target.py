@@ -13,7 +13,7 @@ def forward(ops, model, s, rows, taps):
     for i, layer in enumerate(model.layers):
         to, at = (s.taps, taps.index(i) * config.width) if i in taps else (None, 0)
         run_layer(
-            ops, config, layer, model.tables, rows, s.cache_k[i], s.cache_v[i], rows.pos, config.windows[i], 1,
+            ops, config, layer, model.tables, rows, s.caches[i], rows.pos, config.windows[i], 1,
             s.work, to, at,
         )  # fmt: skip
 
@@ -54,6 +54,7 @@ def verify(ops, model, s, width, taps, all_rows, choice="likeliest"):
         rows.ids,
         rows.slot,
         rows.pos,
+        rows.at,
         rows.begin,
         rows.end,
         rows.tap_row,

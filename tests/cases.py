@@ -90,6 +90,11 @@ def junk(ops, shape, kind):
     return stored(np.full(shape, np.nan), ops.activations if kind == "A" else "f32")
 
 
+def addressed(case):
+    """The case; a row whose key's number is not given has its position's."""
+    return {"at": case["pos"], **case} if "pos" in case else case
+
+
 def letters(row, case, sizes):
     """Sizes of the dim letters that the arguments show."""
     known = dict(sizes)
@@ -105,7 +110,7 @@ def run(ops, name, case, **sizes):
 
     sizes: dim letters of outputs that no argument shows. Asserts that nothing behind a buffer was touched.
     """
-    row = ROWS[name]
+    row, case = ROWS[name], addressed(case)
     known, weights = letters(row, case, sizes), [v for v in case.values() if isinstance(v, Matrix)]
     args, results, guards, counters = [], {}, [], None
 
@@ -144,7 +149,7 @@ def run(ops, name, case, **sizes):
 
 def truth(name, case, function=None, **sizes):
     """The same call in float64, nothing rounded. function: the oracle's unless a wrong one is planted."""
-    row, function = ROWS[name], function or getattr(oracle, name)
+    row, function, case = ROWS[name], function or getattr(oracle, name), addressed(case)
     args, results = [], {}
     for spec in row.inputs:
         value = case.get(spec.name)

@@ -43,10 +43,17 @@ def state_of(engine, count, slots=1):
     return s
 
 
+def last_keys(ops, array, total):
+    """(first, A[G,n,K]): the keys first .. total - 1 of slot 0, as many as a cache of S rows still holds."""
+    room = array.shape[2]
+    first = max(0, total - room)
+    return first, ops.download(array)[0][:, np.arange(first, total) % room]
+
+
 def place(ops, rows, ids, first, slot=0):
     """Address consecutive target rows: token ids at positions first, first + 1, ..."""
     pos = np.arange(first, first + len(ids), dtype=np.int32)
-    columns = {"ids": ids, "slot": np.full(len(ids), slot), "pos": pos, "begin": pos, "end": pos + 1,
+    columns = {"ids": ids, "slot": np.full(len(ids), slot), "pos": pos, "at": pos, "begin": pos, "end": pos + 1,
                "tap_row": np.arange(len(ids))}  # fmt: skip
     for name, values in columns.items():
         ops.upload(getattr(rows, name), np.asarray(values, np.int32))

@@ -56,7 +56,7 @@ def record_stages(engine, prompt, rounds=1):
                         ] = wide(value) if value.dtype != np.int32 else value.copy()
             found["start"], found["drafts"] = int(s.start[0]), s.drafts[0].copy()
             found["anchor"] = int(s.anchor[0])
-            found["k"], found["v"] = wide(s.drafter_k), wide(s.drafter_v)
+            found["k"], found["v"] = wide(s.injected.k), wide(s.injected.v)
             found.setdefault("round", 0)
             found["round"] += 1
 

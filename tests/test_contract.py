@@ -334,7 +334,7 @@ def test_f108_a_drafter_made_for_fewer_positions(tmp_path, mdf):
         md.stream(engine, [9] * 250, max_tokens=7)
     drafted = md.generate(engine, [9] * 206 + [5], max_tokens=49)  # to the drafter's last position
     assert drafted.tokens == [20] * 49 and sum(drafted.rounds) == 48
-    assert engine.state.drafter_k.shape[3] == 256 + 8 and engine.state.cache_k.shape[3] == 512 + 8
+    assert engine.state.injected.k.shape[3] == 256 + 8 and engine.state.caches[0].k.shape[2] == 512 + 8
     assert md.generate(engine, [9] * 400 + [5], max_tokens=100, drafter=False).tokens == [20] * 100
     with pytest.raises(UserError, match="512 are there") as refusal:
         md.generate(engine, [9] * 510, max_tokens=3, drafter=False)

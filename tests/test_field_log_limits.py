@@ -130,7 +130,7 @@ def test_f71_cache_bytes_are_reported_and_follow_the_formula(tmp_path, activatio
         write_random(tmp_path, "grouped", windows=windows, max_pos=300), activations=activations
     )
     memory = md.generate(engine, [1, 2, 3], max_tokens=4, block=8).memory_bytes
-    rows = engine.state.drafter_k.shape[3]
+    rows = engine.state.injected.k.shape[3]
     assert engine.ctx <= rows <= engine.ctx + 2 * WHOLE
     assert memory.drafter_cache == 3 * 2 * 3 * 8 * rows * size  # layers, k and v, kv heads, head size
     assert memory.target_cache == 2 * 2 * 3 * 8 * rows * size
@@ -201,10 +201,8 @@ def test_f56_verify_widths_leave_the_same_bits(tmp_path):
                 with proposing(engine, replay):
                     ids = md.generate(engine, prompt, max_tokens=50, block=16, verify=width).tokens
                 assert ids == known[:50]
-                caches = [
-                    c[:, :, :, : 37 + 40].tobytes() for c in (engine.state.cache_k, engine.state.cache_v)
-                ]
-                bits.add(b"".join(caches))
+                parts = [part for cache in engine.state.caches for part in (cache.k, cache.v)]
+                bits.add(b"".join(part[:, :, : 37 + 40].tobytes() for part in parts))
             assert len(bits) == 1, (activations, name)
 
 

@@ -273,9 +273,9 @@ def test_f24_plain_calls_capture_nothing_and_grow_nothing(tmp_path):
             before = resident()
     assert resident() - before < 1 << 20
     if engine.state.taps is not None:  # the buffers of the last drafted run may stay, and nobody writes them
-        engine.state.taps[...], engine.state.drafter_k[...] = 7, 7
+        engine.state.taps[...], engine.state.injected.k[...] = 7, 7
         md.generate(engine, P(9, 40, 5), max_tokens=9, drafter=None)
-        assert (engine.state.taps == 7).all() and (engine.state.drafter_k == 7).all()
+        assert (engine.state.taps == 7).all() and (engine.state.injected.k == 7).all()
 
 
 def resident():

@@ -44,8 +44,8 @@ def test_every_layer_of_a_prompt(ops, target, engine_of_config):
         hidden, rows = forward(engine, s, ids)
         for i in range(engine.target.config.layers):
             assert relative(hidden[:, i], g[f"{p}.hidden.{i}"]) < CLOSE, f"{p} layer {i}"
-            for kind, cache in (("k", s.cache_k), ("v", s.cache_v)):
-                found = ops.download(cache[i])[0, :, : len(ids)]
+            for kind in "kv":
+                found = ops.download(getattr(s.caches[i], kind))[0, :, : len(ids)]
                 assert relative(found, g[f"{p}.cache.{i}.{kind}"]) < CLOSE, f"{p} layer {i} {kind}"
         logits = logits_of(engine, rows)
         assert np.abs(logits - g[f"{p}.logits"]).max() < CLOSE, p

@@ -32,7 +32,10 @@ def test_verify_widths(ops, target, context):
             stream, rows = forward(engine, s, ids[at : min(at + width, context + 16)], at)
             hidden.append(stream)
             logits.append(logits_of(engine, rows))
-        caches = [ops.download(c)[:, :, :, : context + 16] for c in (s.cache_k, s.cache_v)]
+        caches = [
+            np.stack([ops.download(getattr(c, kind))[:, :, : context + 16] for c in s.caches])
+            for kind in "kv"
+        ]
         found = [np.concatenate(hidden), np.concatenate(logits), *caches]
         first = first or found
         for what, one, other in zip(("hidden", "logits", "K", "V"), first, found, strict=True):
@@ -55,7 +58,11 @@ def prefilled(engine, ids, monkeypatch):
     finally:
         release(engine)
         monkeypatch.undo()
-    caches = [ops.download(c)[..., : len(ids), :] for c in (s.cache_k, s.cache_v, s.drafter_k, s.drafter_v)]
+    caches = [
+        np.stack([ops.download(getattr(cache, kind))[..., : len(ids), :] for cache in layers])
+        for layers in (s.caches, s.drafter_caches)
+        for kind in "kv"
+    ]
     return [np.array([first]), np.concatenate(taps), *caches]
 
 

@@ -40,7 +40,7 @@ def told(engine, name):
     words = [(r.tokens, r.drafted, r.accepted, r.finish_reason, r.logprobs) for r in rounds]
     s = engine.state
     return words, [
-        engine.ops.download(a) for a in (s.cache_k, s.cache_v, s.drafter_k, s.drafter_v) if a is not None
+        engine.ops.download(a) for cache in (*s.caches, *s.drafter_caches) for a in (cache.k, cache.v)
     ]
 
 

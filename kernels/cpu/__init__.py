@@ -60,6 +60,7 @@ class NumbaBackend(HostBackend):
     """CPU kernels. threads: cores to use, default what Numba found."""
 
     name = "numba"
+    key_cut = CHUNK
 
     def __init__(self, activations, threads=None):
         super().__init__(activations)

@@ -1,6 +1,6 @@
 """attend: softmax(scale q k^T) v over the keys a row sees, in chunks of 128 keys cut at absolute positions.
 
-A row only visits keys it sees, so nothing is masked and no -inf exists; the running maximum rescales what earlier
+Key n lies in row n % S of its cache: where S is less than the keys (a ring), it is a multiple of 128. A row only visits keys it sees, so nothing is masked and no -inf exists; the running maximum rescales what earlier
 chunks gave. Work of a row and head depends on that row alone. Moves: the cached K and V once a query head.
 """
 
@@ -46,9 +46,9 @@ def _attend_head(t, h, q, cache_k, cache_v, s, p, begin, end, window, causal, sc
     sums[:] = F(0.0)
     key = first
     while key < last:
-        count = min(last, (key // CHUNK + 1) * CHUNK) - key
+        count, row_at = min(last, (key // CHUNK + 1) * CHUNK) - key, base + key % rows * size
         for k in range(count):
-            work[p_at + k] = F(scale) * row_dot(q, q_at, cache_k, base + (key + k) * size, size)
+            work[p_at + k] = F(scale) * row_dot(q, q_at, cache_k, row_at + k * size, size)
         best = row_max(work, p_at, count)
         best = top if top > best else best
         p_row = work[p_at : p_at + count]
@@ -56,7 +56,7 @@ def _attend_head(t, h, q, cache_k, cache_v, s, p, begin, end, window, causal, sc
             p_row[k] = exp(p_row[k] - best)
         keep = exp(top - best)
         total = total * keep + row_dot(work, p_at, ones, 0, count)
-        _weighted_values(cache_v, base + key * size, size, count, work, p_at, new_at)
+        _weighted_values(cache_v, row_at, size, count, work, p_at, new_at)
         for i in range(size):
             sums[i] = sums[i] * keep + new[i]
         top = best

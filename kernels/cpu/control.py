@@ -6,18 +6,19 @@ STOPPED, OUT_OF_BUDGET, NOT_FINITE = 1, 2, 3
 
 
 @jit
-def _stage(anchor, start, fresh, done, fill, ids, slot, pos, begin, end, row):
+def _stage(anchor, start, fresh, done, fill, ids, slot, pos, at, begin, end, row):
     width = len(ids) // len(anchor)
     for n in range(len(anchor)):
         for i in range(width):
             r = n * width + i
             ids[r] = anchor[n] if i == 0 else max(fill[n, i], 0)
             slot[r] = n
+            at[r] = start[n] + i
             pos[r] = -1 if done[n] else start[n] + i
             begin[r] = start[n]
             end[r] = start[n] + width
-            at = fresh[n] + i
-            row[r] = n * fill.shape[1] + at if at < fill.shape[1] else -1
+            tap = fresh[n] + i
+            row[r] = n * fill.shape[1] + tap if tap < fill.shape[1] else -1
 
 
 def stage(backend, *args):

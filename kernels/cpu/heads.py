@@ -27,16 +27,17 @@ def finish_head(work, at, size, bias, bias_at, norm, norm_at, eps, cos, sin, p):
 
 
 @jit
-def keep_kv(work, at, groups, size, bias, bias_at, norm, norm_at, eps, cos, sin, p, cache_k, cache_v):
-    """The k heads, then the v heads, of one row at work[at:] into row p of one slot's caches (G, S, K)."""
+def keep_kv(work, at, groups, size, bias, bias_at, norm, norm_at, eps, cos, sin, p, key, cache_k, cache_v):
+    """The k heads, then the v heads, of one row at work[at:] as key `key` of one slot's caches (G, S, K)."""
+    row = key % cache_k.shape[1]
     for g in range(groups):
         k_at, v_at = at + g * size, at + (groups + g) * size
         finish_head(work, k_at, size, bias, bias_at + g * size, norm, norm_at, eps, cos, sin, p)
         k, v = work[k_at : k_at + size], work[v_at : v_at + size]
         if len(bias):
             v += bias[bias_at + (groups + g) * size : bias_at + (groups + g + 1) * size]
-        keep_row(k, cache_k[g, p])
-        keep_row(v, cache_v[g, p])
+        keep_row(k, cache_k[g, row])
+        keep_row(v, cache_v[g, row])
 
 
 @jit

@@ -9,7 +9,9 @@ from .tiles import lay_tokens, matmul
 
 
 @jit(parallel=True)
-def _run(f, wkv, kv_bias, k_norm, eps, cos, sin, slot, pos, cache_k, cache_v, work, none_f, none_i, threads):
+def _run(
+    f, wkv, kv_bias, k_norm, eps, cos, sin, slot, pos, at, cache_k, cache_v, work, none_f, none_i, threads
+):
     rows = lay_tokens(f, none_i, none_f, 0.0, work, threads)
     y_at, ld = rows * f.shape[1], wkv.shape[0] * 16
     matmul(wkv, rows, work, y_at, ld, threads)
@@ -19,11 +21,11 @@ def _run(f, wkv, kv_bias, k_norm, eps, cos, sin, slot, pos, cache_k, cache_v, wo
         for t in range(f.shape[0]):
             if pos[t] >= 0:
                 keep_kv(work, y_at + t * ld + layer * wide, groups, size, kv_bias, layer * wide, k_norm, layer * size,
-                        eps, cos, sin, pos[t], cache_k[layer, slot[t]], cache_v[layer, slot[t]])  # fmt: skip
+                        eps, cos, sin, pos[t], at[t], cache_k[layer, slot[t]], cache_v[layer, slot[t]])  # fmt: skip
 
 
-def inject(backend, f, wkv, kv_bias, k_norm, eps, cos, sin, slot, pos, cache_k, cache_v, work):
+def inject(backend, f, wkv, kv_bias, k_norm, eps, cos, sin, slot, pos, at, cache_k, cache_v, work):
     b = backend
     flat = b.none_f if k_norm is None else k_norm.reshape(-1)
-    _run(f, wkv.data, b.f(kv_bias), flat, eps, cos, sin, slot, pos, cache_k, cache_v, work, b.none_f, b.none_i,
+    _run(f, wkv.data, b.f(kv_bias), flat, eps, cos, sin, slot, pos, at, cache_k, cache_v, work, b.none_f, b.none_i,
          b.threads)  # fmt: skip

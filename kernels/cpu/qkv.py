@@ -8,9 +8,8 @@ from .tiles import lay_tokens, matmul
 
 
 @jit
-def _row(
-    t, q_bias, kv_bias, q_norm, k_norm, eps, cos, sin, slot, pos, cache_k, cache_v, q, work, y_at, ld, kv_at
-):
+def _row(t, biases, norms, eps, tables, address, caches, q, work, y_at, ld, kv_at):
+    (q_bias, kv_bias), (q_norm, k_norm), (cos, sin), (slot, pos, key) = biases, norms, tables, address
     p, heads, size = pos[t], q.shape[1], q.shape[2]
     if p < 0:
         for h in range(heads):
@@ -21,11 +20,11 @@ def _row(
     for h in range(heads):
         finish_head(work, at + h * size, size, q_bias, h * size, q_norm, 0, eps, cos, sin, p)
         keep_row(work[at + h * size : at + (h + 1) * size], q[t, h])
-    caches = cache_k[slot[t]], cache_v[slot[t]]
+    cache_k, cache_v = caches[0][slot[t]], caches[1][slot[t]]
     keep_kv(
         work,
         at + kv_at,
-        cache_k.shape[1],
+        len(cache_k),
         size,
         kv_bias,
         0,
@@ -35,47 +34,44 @@ def _row(
         cos,
         sin,
         p,
-        caches[0],
-        caches[1],
+        key[t],
+        cache_k,
+        cache_v,
     )
 
 
 @jit(parallel=True)
-def _run(x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot, pos, cache_k, cache_v, work, q,
-         none_i, threads):  # fmt: skip
+def _run(x, norm, eps, wq, wkv, biases, norms, tables, address, caches, work, q, none_i, threads):
     rows = lay_tokens(x, none_i, norm, eps, work, threads)
     y_at, kv_at = rows * x.shape[1], wq.shape[0] * 16
     ld = kv_at + wkv.shape[0] * 16
     matmul(wq, rows, work, y_at, ld, threads)
     matmul(wkv, rows, work, y_at + kv_at, ld, threads)
     if x.shape[0] == 1:
-        _row(
-            0,
-            q_bias,
-            kv_bias,
-            q_norm,
-            k_norm,
-            eps,
-            cos,
-            sin,
-            slot,
-            pos,
-            cache_k,
-            cache_v,
-            q,
-            work,
-            y_at,
-            ld,
-            kv_at,
-        )
+        _row(0, biases, norms, eps, tables, address, caches, q, work, y_at, ld, kv_at)
     else:
         for t in numba.prange(x.shape[0]):
-            _row(t, q_bias, kv_bias, q_norm, k_norm, eps, cos, sin, slot, pos, cache_k, cache_v, q, work, y_at, ld,
-                 kv_at)  # fmt: skip
+            _row(t, biases, norms, eps, tables, address, caches, q, work, y_at, ld, kv_at)
 
 
-def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot, pos, cache_k, cache_v, work,
+def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot, pos, at, cache_k, cache_v, work,
         q):  # fmt: skip
     b = backend
-    _run(x, norm, eps, wq.data, wkv.data, b.f(q_bias), b.f(kv_bias), b.f(q_norm), b.f(k_norm), cos, sin, slot, pos,
-         cache_k, cache_v, work, q, b.none_i, b.threads)  # fmt: skip
+    biases, norms = (b.f(q_bias), b.f(kv_bias)), (b.f(q_norm), b.f(k_norm))
+    address, caches = (slot, pos, at), (cache_k, cache_v)
+    _run(
+        x,
+        norm,
+        eps,
+        wq.data,
+        wkv.data,
+        biases,
+        norms,
+        (cos, sin),
+        address,
+        caches,
+        work,
+        q,
+        b.none_i,
+        b.threads,
+    )

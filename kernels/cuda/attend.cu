@@ -26,13 +26,14 @@ extern "C" __global__ void __launch_bounds__(CHUNK)
     float top = -3.4e38f, total = 0.f, sum[MOST] = {};
     for (int chunk = first / CHUNK * CHUNK; chunk < last; chunk += CHUNK) {
         int from = max(first - chunk, 0), to = min(last - chunk, CHUNK);
-        const ACTIVATION *keys = cache_k + (head + chunk) * K, *values = cache_v + (head + chunk) * K;
+        const ACTIVATION *keys = cache_k + head * K, *values = cache_v + head * K;
         bool is_seen = from <= me && me < to;
         float score = -infinity();
         __syncthreads();  // the query is there; the last chunk's p has been read
         if (is_seen) {
+            const ACTIVATION* own = keys + (size_t)((chunk + me) % S) * K;
             float dot = 0.f;
-            for (int i = 0; i < K; ++i) dot = fmaf(query[i], to_f32(keys[(size_t)me * K + i]), dot);
+            for (int i = 0; i < K; ++i) dot = fmaf(query[i], to_f32(own[i]), dot);
             score = scale * dot;
         }
         float best = fmaxf(top, block_max(score));
@@ -45,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(CHUNK)
             if (i >= K) break;
             float weighted = 0.f;
             for (int k = from; k < to; ++k)
-                weighted = fmaf(p[k], to_f32(values[(size_t)k * K + i]), weighted);
+                weighted = fmaf(p[k], to_f32(values[(size_t)((chunk + k) % S) * K + i]), weighted);
             sum[c] = sum[c] * keep + weighted;
         }
         top = best;

@@ -7,6 +7,7 @@
  * Moves:  K and V of the keys that a set sees, once: keys * G * HEAD * 4 bytes; a piece of the rows a unit
  *         through L2. With `early`, keys that this pass did not write are asked for before the kernel ahead,
  *         which writes q and the newest keys, has ended.
+ *         Key n lies in row n % S: where S is less than the keys (a ring), it is a multiple of LEAF.
  * Source: Dao 2023 (FlashAttention-2), Shah et al. 2024 (3: wgmma), Flash-Decoding 2023; the cut at absolute
  *         keys: attend_pieces.cuh.
  * Truth:  oracle.py attend. */
@@ -49,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     auto load = [&](const bf16* cache, int to, int leaf, int first, int last) {  // addresses are made here
         const int low = set.only < 0 ? set.low : rows[set.only].first,
                   high = set.only < 0 ? set.high : rows[set.only].last;
-        cache += ((size_t)set.slot * G + place.g) * S * HEAD;
+        cache += (((size_t)set.slot * G + place.g) * S + leaf * LEAF % S) * HEAD;
         load_leaf(cache, to, leaf, low, high, first, last);
     };
     int old_end = 0;  // keys of the first set's first leaf before that are under way already

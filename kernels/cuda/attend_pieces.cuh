@@ -156,12 +156,12 @@ __device__ __forceinline__ int unit_at(int at, int row, int unit) {
     return at + unit / 8 * (Rows * 128) + row * 128 + ((unit % 8 ^ (row & 7)) << 4);
 }
 
-/* The keys [first, last) of a leaf of K or V, zeros outside [low, high). cache: of the slot and kv head. */
+/* The keys [first, last) of a leaf of K or V, zeros outside [low, high). cache: the leaf's first key. */
 __device__ __forceinline__ void load_leaf(const bf16* cache, int to, int leaf, int low, int high, int first,
                                           int last) {
     constexpr int STEP = THREADS / UNITS;
     const int thread = thread_again(), unit = thread % UNITS, key = leaf * LEAF + thread / UNITS;
-    const bf16* const from = cache + (size_t)key * HEAD + 8 * unit;
+    const bf16* const from = cache + thread / UNITS * HEAD + 8 * unit;
     char* const at = shared + unit_at<LEAF>(to, thread / UNITS, unit);
     low -= key, high -= key, first -= key, last -= key;
 #pragma unroll

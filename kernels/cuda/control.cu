@@ -8,8 +8,8 @@ constexpr int STOPPED = 1, OUT_OF_BUDGET = 2, NOT_FINITE = 3;
 
 /* Rows n*width .. of a pass: the anchor, then what fills the block. fill: (slots, B). */
 extern "C" __global__ void stage(const int* anchor, const int* start, const int* fresh, const int* done,
-                                 const int* fill, int* ids, int* slot, int* pos, int* begin, int* end,
-                                 int* row, int width, int B) {
+                                 const int* fill, int* ids, int* slot, int* pos, int* at, int* begin,
+                                 int* end, int* row, int width, int B) {
     griddep_launch();
     griddep_wait();
     int n = blockIdx.x, first = start[n];
@@ -17,6 +17,7 @@ extern "C" __global__ void stage(const int* anchor, const int* start, const int*
         int r = n * width + i, tap = fresh[n] + i;
         ids[r] = i == 0 ? anchor[n] : max(fill[n * B + i], 0);
         slot[r] = n;
+        at[r] = first + i;
         pos[r] = done[n] ? -1 : first + i;
         begin[r] = first;
         end[r] = first + width;

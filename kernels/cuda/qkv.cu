@@ -1,13 +1,14 @@
-/* qkv, once linear has summed: bias, head norms and rotation; q goes out, k and v into the caches at (slot,
- * pos). Grid:   blocks of 4 warps, a warp a row and head: T*(H + 2G) of them. Moves:  T*(H + 2G)*K floats in,
- * as many activations out; bound by latency. Source: models.md 1, 2. Truth: oracle.py qkv. */
+/* qkv, once linear has summed: bias, head norms and rotation; q goes out, k and v into the caches as key
+ * at[t] of the slot. Grid:   blocks of 4 warps, a warp a row and head: T*(H + 2G) of them. Moves:  T*(H +
+ * 2G)*K floats in, as many activations out; bound by latency. Source: models.md 1, 2. Truth: oracle.py qkv.
+ */
 #include "heads.cuh"
 
 /* y: (T, (H + 2G) K): the q heads, the k heads, the v heads. Caches: (slots, G, S, K). */
 extern "C" __global__ void qkv(const float* y, float eps, const float* q_bias, const float* kv_bias,
                                const float* q_norm, const float* k_norm, const float* cos, const float* sin,
-                               const int* slot, const int* pos, ACTIVATION* cache_k, ACTIVATION* cache_v,
-                               ACTIVATION* q, int T, int H, int G, int S, int K, int J) {
+                               const int* slot, const int* pos, const int* at, ACTIVATION* cache_k,
+                               ACTIVATION* cache_v, ACTIVATION* q, int T, int H, int G, int S, int K, int J) {
     int t = warp_in_grid() / (H + 2 * G), head = warp_in_grid() % (H + 2 * G);
     if (t >= T) return;
     int p = pos[t];
@@ -24,7 +25,7 @@ extern "C" __global__ void qkv(const float* y, float eps, const float* q_bias, c
     if (p < 0) return;
     int row = head - H, g = row % G;
     bool is_k = row < G;
-    size_t at = (((size_t)slot[t] * G + g) * S + p) * K;
+    size_t to = (((size_t)slot[t] * G + g) * S + at[t] % S) * K;
     finish_head(own, kv_bias ? kv_bias + row * K : nullptr, is_k ? k_norm : nullptr, eps, cos + (size_t)p * J,
-                sin + (size_t)p * J, is_k ? J : 0, (is_k ? cache_k : cache_v) + at, K);
+                sin + (size_t)p * J, is_k ? J : 0, (is_k ? cache_k : cache_v) + to, K);
 }

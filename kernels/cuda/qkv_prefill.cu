@@ -17,13 +17,13 @@ using Floats = Neighbours<float, LANE>;
 extern "C" __global__ void __launch_bounds__(128)
     qkv_prefill(const float* y, float eps, const float* q_bias, const float* kv_bias, const float* q_norm,
                 const float* k_norm, const float* cos, const float* sin, const int* slot, const int* pos,
-                bf16* cache_k, bf16* cache_v, bf16* q, int T, int H, int G, int S) {
+                const int* key, bf16* cache_k, bf16* cache_v, bf16* q, int T, int H, int G, int S) {
     griddep_launch();
     griddep_wait();
     const int all = H + 2 * G, parts = (all + HEADS - 1) / HEADS, warp = blockIdx.x * 4 + warp_index();
     const int t = warp / parts, first = warp % parts * HEADS, at = LANE * lane_index();
     if (t >= T) return;
-    const int p = pos[t], own_slot = slot[t];
+    const int p = pos[t], own_slot = slot[t], own_row = key[t] % S;
     const size_t angle = (size_t)max(p, 0) * HALF_HEAD + at;
     const Floats c = *(const Floats*)(cos + angle), s = *(const Floats*)(sin + angle);
     Floats v[HEADS][2];
@@ -65,9 +65,9 @@ extern "C" __global__ void __launch_bounds__(128)
             low.v[j] = to_bf16(p < 0 ? 0.f : turns ? a * c.v[j] - b * s.v[j] : a);
             high.v[j] = to_bf16(p < 0 ? 0.f : turns ? b * c.v[j] + a * s.v[j] : b);
         }
-        bf16* to = row < 0
-                       ? q + ((size_t)t * H + head) * HEAD
-                       : (row < G ? cache_k : cache_v) + (((size_t)own_slot * G + row % G) * S + p) * HEAD;
+        bf16* to =
+            row < 0 ? q + ((size_t)t * H + head) * HEAD
+                    : (row < G ? cache_k : cache_v) + (((size_t)own_slot * G + row % G) * S + own_row) * HEAD;
         low.template store<true>(to + at, LANE);
         high.template store<true>(to + HALF_HEAD + at, LANE);
     }

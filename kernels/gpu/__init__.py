@@ -17,6 +17,7 @@ COUNTERS = 4096
 HAS_WGMMA = "sm_90a", "emulated"  # arches
 
 from . import fast, plain, prefill  # they read COUNTERS
+from .attend_fast import LEAF
 
 
 class GpuBackend:
@@ -28,6 +29,7 @@ class GpuBackend:
 
     counters = COUNTERS
     dependent = False  # whether a kernel may start while the one before it ends
+    key_cut = LEAF  # of attend_fast.cu; the plain kernel takes keys one by one
     prefill_frame = None  # of prefill.cuh; None: the card's
 
     def __init__(self, activations, device):

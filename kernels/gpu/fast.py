@@ -123,7 +123,7 @@ def embed(backend, ids, table, scale, x):
     return True
 
 
-def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot, pos, cache_k, cache_v, work,
+def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot, pos, at, cache_k, cache_v, work,
         q):  # fmt: skip
     cols, (_, heads, size), (_, groups, cached, _) = wq.cols, q.shape, cache_k.shape
     if (wq.layout, wkv.layout) != ("packed", "packed") or not has_room(heads + 2 * groups, size):
@@ -135,7 +135,7 @@ def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, si
     def args(here, count):
         return [
             wq.data, wkv.data, x[here], norm, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot[here], pos[here],
-            cache_k, cache_v, q[here], work, work[COUNTERS:], eps, count, cols, cut.slices, heads, groups, size,
+            at[here], cache_k, cache_v, q[here], work, work[COUNTERS:], eps, count, cols, cut.slices, heads, groups, size,
             cos.shape[1], cached,
         ]  # fmt: skip
 
@@ -263,7 +263,7 @@ def fuse(backend, taps, w, norm, eps, work, f):
     return launch(backend, "fuse_fast.cu", "fuse_fast", tiles, cut, w.cols, len(taps), args, together=True)
 
 
-def inject(backend, f, wkv, kv_bias, k_norm, eps, cos, sin, slot, pos, cache_k, cache_v, work):
+def inject(backend, f, wkv, kv_bias, k_norm, eps, cos, sin, slot, pos, at, cache_k, cache_v, work):
     layers, slots, groups, cached, size = cache_k.shape
     if wkv.layout != "packed" or not has_room(layers * 2 * groups, size):
         return None
@@ -271,7 +271,7 @@ def inject(backend, f, wkv, kv_bias, k_norm, eps, cos, sin, slot, pos, cache_k, 
 
     def args(here, count):
         return [
-            wkv.data, f[here], kv_bias, k_norm, cos, sin, slot[here], pos[here], cache_k, cache_v, work,
+            wkv.data, f[here], kv_bias, k_norm, cos, sin, slot[here], pos[here], at[here], cache_k, cache_v, work,
             work[COUNTERS:], eps, count, wkv.cols, cut.slices, layers, slots, groups, size, cos.shape[1], cached,
         ]  # fmt: skip
 

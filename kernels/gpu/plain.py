@@ -61,13 +61,13 @@ def embed(backend, ids, table, scale, x):
     backend.launch("embed.cu", "embed", rows, THREADS, 0, args, _types(backend, table))
 
 
-def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot, pos, cache_k, cache_v, work,
+def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot, pos, at, cache_k, cache_v, work,
         q):  # fmt: skip
     (rows, heads, size), (_, groups, room, _), wide = q.shape, cache_k.shape, wq.rows + wkv.rows
     laid, y = _laid(backend, x, None, norm, eps, work)
     _linear(backend, wq, laid, "f32", y, wide)
     _linear(backend, wkv, laid, "f32", y[wq.rows :], wide)
-    args = [y, eps, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot, pos, cache_k, cache_v, q]
+    args = [y, eps, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot, pos, at, cache_k, cache_v, q]
     args += [rows, heads, groups, room, size, cos.shape[1]]
     blocks = -(-rows * (heads + 2 * groups) * 32 // THREADS)
     backend.launch("qkv.cu", "qkv", blocks, THREADS, 0, args, _types(backend))
@@ -162,19 +162,19 @@ def fuse(backend, taps, w, norm, eps, work, f):
     _norm(backend, y, None, norm, eps, f, len(f), "f32", backend.activations)
 
 
-def inject(backend, f, wkv, kv_bias, k_norm, eps, cos, sin, slot, pos, cache_k, cache_v, work):
+def inject(backend, f, wkv, kv_bias, k_norm, eps, cos, sin, slot, pos, at, cache_k, cache_v, work):
     rows, (layers, slots, groups, room, size) = len(f), cache_k.shape
     y = work[COUNTERS:]
     _linear(backend, wkv, f, backend.activations, y, wkv.rows)
-    args = [y, kv_bias, k_norm, eps, cos, sin, slot, pos, cache_k, cache_v]
+    args = [y, kv_bias, k_norm, eps, cos, sin, slot, pos, at, cache_k, cache_v]
     args += [rows, layers, slots, groups, room, size, cos.shape[1]]
     blocks = -(-rows * layers * 2 * groups * 32 // THREADS)
     backend.launch("inject.cu", "inject", blocks, THREADS, 0, args, _types(backend))
 
 
-def stage(backend, anchor, start, fresh, done, fill, ids, slot, pos, begin, end, row):
+def stage(backend, anchor, start, fresh, done, fill, ids, slot, pos, at, begin, end, row):
     slots, width = len(anchor), len(ids) // len(anchor)
-    args = [anchor, start, fresh, done, fill, ids, slot, pos, begin, end, row, width, fill.shape[1]]
+    args = [anchor, start, fresh, done, fill, ids, slot, pos, at, begin, end, row, width, fill.shape[1]]
     _control(backend, "stage", slots, args)
 
 

@@ -132,14 +132,14 @@ def fits(*weights):
     return all(w.layout == "packed" and w.cols % 8 == 0 for w in weights)
 
 
-def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot, pos, cache_k, cache_v, work,
+def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot, pos, at, cache_k, cache_v, work,
         q):  # fmt: skip
     if not fits(wq, wkv):
         return None
     (rows, heads, size), (_, groups, room, _) = q.shape, cache_k.shape
     laid, scale, y = tokens(backend, x, norm, eps, work)
     linear(backend, rows, wq, laid, scale, y, wkv)
-    args = [y, eps, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot, pos, cache_k, cache_v, q]
+    args = [y, eps, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot, pos, at, cache_k, cache_v, q]
     args += [rows, heads, groups, room, size, cos.shape[1]]
     if size in (64, 128) and cos.shape[1] == size // 2:
         warps = rows * -(-(heads + 2 * groups) // HEADS)
@@ -181,13 +181,13 @@ def fuse(backend, taps, w, norm, eps, work, f):
     return True
 
 
-def inject(backend, f, wkv, kv_bias, k_norm, eps, cos, sin, slot, pos, cache_k, cache_v, work):
+def inject(backend, f, wkv, kv_bias, k_norm, eps, cos, sin, slot, pos, at, cache_k, cache_v, work):
     if not fits(wkv):
         return None
     rows, (layers, slots, groups, room, size) = len(f), cache_k.shape
     laid, _, y = tokens(backend, f, None, 0.0, work)
     linear(backend, rows, wkv, laid, None, y)
-    args = [y, kv_bias, k_norm, eps, cos, sin, slot, pos, cache_k, cache_v]
+    args = [y, kv_bias, k_norm, eps, cos, sin, slot, pos, at, cache_k, cache_v]
     args += [rows, layers, slots, groups, room, size, cos.shape[1]]
     finish(backend, "inject", rows * layers * 2 * groups, args)
     return True

@@ -258,7 +258,9 @@ def test_old_keys_are_asked_for_before_the_wait(ops, rng, monkeypatch):
         rows, norm = cases.put(ops, x, "A"), cases.put(ops, np.ones(D, np.float32), "f32")
         tables = [cases.put(ops, a, "f32") for a in (cos, sin)]
         weights = [ops.backend.weight([part], role) for part, role in zip(parts, ("q", "kv"), strict=True)]
-        ops.qkv(rows, norm, 1e-6, *weights, None, None, None, None, *tables, *rest[:2], k, v, work, q)
+        ops.qkv(
+            rows, norm, 1e-6, *weights, None, None, None, None, *tables, *rest[:2], rest[1], k, v, work, q
+        )
         ops.attend(q, k, v, *rest, work, o)
         assert ops.backend.variants["qkv"] == ops.backend.variants["attend"] == "fast"
         return ops.download(o)

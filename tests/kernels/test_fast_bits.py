@@ -143,7 +143,17 @@ def test_dependent_launches_read_nothing_too_early(ops, rng, cut, monkeypatch):
         b = {name: ops.array(value.shape, kinds[str(value.dtype)]) for name, value in host.items()}
         for name, value in host.items():
             ops.upload(b[name], value)
-        where = b["cos"], b["sin"], b["slot"], b["pos"], b["cache_k"], b["cache_v"], b["work"], b["q"]
+        where = (
+            b["cos"],
+            b["sin"],
+            b["slot"],
+            b["pos"],
+            b["pos"],
+            b["cache_k"],
+            b["cache_v"],
+            b["work"],
+            b["q"],
+        )
         for _ in range(2):
             ops.qkv(b["x"], b["norm"], 1e-6, w["q"], w["kv"], None, None, None, None, *where)
             ops.linear_add(b["q"].reshape(T, -1), w["o"], None, None, 0, b["x"], None, b["work"])

@@ -107,7 +107,7 @@ def test_sees_wrong_kernels(ops, rng, norms):
     def interleaved(x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, sin, *rest):
         """Neighbours (2j, 2j + 1) turned in place of (j, j + J): permute, rotate, permute back."""
         order = np.arange(24).reshape(12, 2).T.reshape(-1)
-        slot, pos, cache_k, *_ = rest
+        slot, pos, _, cache_k, *_ = rest
         still = np.ones_like(cos), np.zeros_like(sin)
         q = oracle.qkv(x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, *still, *rest)
         for t in np.flatnonzero(pos >= 0):

@@ -31,6 +31,7 @@ def test_rows(ops, rng, N, done, fresh, width):
                 "ids": case["fill"][n, i] if i else case["anchor"][n],
                 "slot": n,
                 "pos": -1 if done[n] else case["start"][n] + i,
+                "at": case["start"][n] + i,
                 "begin": case["start"][n],
                 "end": case["start"][n] + width,
                 "row": n * B + fresh[n] + i if fresh[n] + i < B else -1,
