@@ -50,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     auto load = [&](const bf16* cache, int to, int leaf, int first, int last) {  // addresses are made here
         const int low = set.only < 0 ? set.low : rows[set.only].first,
                   high = set.only < 0 ? set.high : rows[set.only].last;
-        cache += (((size_t)set.slot * G + place.g) * S + leaf * LEAF % S) * HEAD;
+        cache += (((size_t)set.slot * G + place.g) * S + row_of_key(leaf * LEAF, S)) * HEAD;
         load_leaf(cache, to, leaf, low, high, first, last);
     };
     int old_end = 0;  // keys of the first set's first leaf before that are under way already

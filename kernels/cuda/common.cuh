@@ -118,12 +118,16 @@ struct Best {
     int index;
 };
 
+/* The row of a cache of S rows in which a key lies. Full caches, where no key is past the last row, need no
+ * division. */
+__device__ __forceinline__ int row_of_key(int key, int S) { return key < S ? key : key % S; }
+
 /* What competes for the best: a value that is NaN or infinite beats all numbers, and its index is -1. */
 __device__ __forceinline__ Best candidate(float value, int index) {
     return fabsf(value) <= 3.40282347e38f ? Best{value, index} : Best{infinity(), -1};
 }
 
-/* The larger value; of equal values the smaller index. No value is NaN. */
+/* The larger value; of equal values the smaller index. A NaN as b changes nothing. */
 __device__ __forceinline__ Best better(Best a, Best b) {
     return b.value > a.value || (b.value == a.value && b.index < a.index) ? b : a;
 }

@@ -14,7 +14,7 @@ extern "C" __global__ void inject(const float* y, const float* kv_bias, const fl
     if (t >= T || pos[t] < 0) return;
     int layer = row / (2 * G), g = row % G, p = pos[t];
     bool is_k = row % (2 * G) < G;
-    size_t to = ((((size_t)layer * slots + slot[t]) * G + g) * S + at[t] % S) * K;
+    size_t to = ((((size_t)layer * slots + slot[t]) * G + g) * S + row_of_key(at[t], S)) * K;
     finish_head(y + ((size_t)t * rows + row) * K, kv_bias ? kv_bias + row * K : nullptr,
                 is_k && k_norm ? k_norm + layer * K : nullptr, eps, cos + (size_t)p * J, sin + (size_t)p * J,
                 is_k ? J : 0, (is_k ? cache_k : cache_v) + to, K);

@@ -15,7 +15,8 @@ struct InjectRule {
         if (pos[token] < 0) return Finish{nullptr, nullptr, nullptr, false, false};
         int layer = head / (2 * groups), group = head % groups;
         bool is_key = head / groups % 2 == 0;
-        size_t row = (((size_t)layer * slots + slot[token]) * groups + group) * cached + at[token] % cached;
+        size_t row =
+            (((size_t)layer * slots + slot[token]) * groups + group) * cached + row_of_key(at[token], cached);
         const float* norm = is_key && k_norm ? k_norm + layer * size : nullptr;
         return Finish{kv_bias ? kv_bias + head * size : nullptr, norm,
                       (is_key ? cache_k : cache_v) + row * size, is_key, false};

@@ -25,7 +25,7 @@ extern "C" __global__ void qkv(const float* y, float eps, const float* q_bias, c
     if (p < 0) return;
     int row = head - H, g = row % G;
     bool is_k = row < G;
-    size_t to = (((size_t)slot[t] * G + g) * S + at[t] % S) * K;
+    size_t to = (((size_t)slot[t] * G + g) * S + row_of_key(at[t], S)) * K;
     finish_head(own, kv_bias ? kv_bias + row * K : nullptr, is_k ? k_norm : nullptr, eps, cos + (size_t)p * J,
                 sin + (size_t)p * J, is_k ? J : 0, (is_k ? cache_k : cache_v) + to, K);
 }

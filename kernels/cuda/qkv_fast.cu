@@ -21,7 +21,7 @@ struct QkvRule {
         bool is_key = kv < groups;
         const float* bias = kv_bias ? kv_bias + kv * size : nullptr;
         if (!is_active) return Finish{nullptr, nullptr, nullptr, false, false};
-        size_t to = (((size_t)slot[token] * groups + group) * cached + at[token] % cached) * size;
+        size_t to = (((size_t)slot[token] * groups + group) * cached + row_of_key(at[token], cached)) * size;
         return Finish{bias, is_key ? k_norm : nullptr, (is_key ? cache_k : cache_v) + to, is_key, false};
     }
 };

@@ -23,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(128)
     const int all = H + 2 * G, parts = (all + HEADS - 1) / HEADS, warp = blockIdx.x * 4 + warp_index();
     const int t = warp / parts, first = warp % parts * HEADS, at = LANE * lane_index();
     if (t >= T) return;
-    const int p = pos[t], own_slot = slot[t], own_row = key[t] % S;
+    const int p = pos[t], own_slot = slot[t], own_row = row_of_key(key[t], S);
     const size_t angle = (size_t)max(p, 0) * HALF_HEAD + at;
     const Floats c = *(const Floats*)(cos + angle), s = *(const Floats*)(sin + angle);
     Floats v[HEADS][2];
