@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                   own_pos = lane < T ? __ldcg(pos + lane) : -1;
         set.start(rows, all, place);
         if (set.left) {
-            set.next(rows, place.own);
+            set.next(rows, place.own, S);
             __syncwarp();
             if (early) set.find_old(all, own_slot, own_pos);
         }
@@ -50,8 +50,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     auto load = [&](const bf16* cache, int to, int leaf, int first, int last) {  // addresses are made here
         const int low = set.only < 0 ? set.low : rows[set.only].first,
                   high = set.only < 0 ? set.high : rows[set.only].last;
-        cache += (((size_t)set.slot * G + place.g) * S + row_of_key(leaf * LEAF, S)) * HEAD;
-        load_leaf(cache, to, leaf, low, high, first, last);
+        cache += ((size_t)set.slot * G + place.g) * S * HEAD;
+        load_leaf(cache, set.row_of_leaf(leaf, S), to, leaf, low, high, first, last);
     };
     int old_end = 0;  // keys of the first set's first leaf before that are under way already
     if (set.leaf_first < set.leaf_end) {
@@ -162,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         }
         if (!set.left) break;
         __syncthreads();  // the plan has been read
-        if (warp == 0) set.next(rows, place.own);
+        if (warp == 0) set.next(rows, place.own, S);
         __syncthreads();
     }
     auto clear = [&](int first, int step) {  // rows that see nothing

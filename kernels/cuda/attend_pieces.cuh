@@ -16,6 +16,9 @@
 #ifndef HEAD
 #define HEAD 128
 #endif
+#ifndef RING  // 1: there is a window, so the caches may be rings; without one no key is ever let go
+#define RING 0
+#endif
 #ifndef GROUP  // rows a group has at most
 #define GROUP 16
 #endif
@@ -76,6 +79,7 @@ struct Set {
     int low, high;                // keys that any of them sees
     int shared_low, shared_high;  // keys that all of them see
     int leaf_first, leaf_end;     // of this block
+    int first_row;                // of the caches: where the first leaf begins
     int old_end;  // keys of the first leaf before that are there before the kernel ahead has ended
 
     /* One warp, a lane a row; all loads of a row are under way together. Past L1, which may hold what an
@@ -103,7 +107,7 @@ struct Set {
     }
 
     /* One warp. */
-    __device__ __forceinline__ void next(const Row* rows, int own) {
+    __device__ __forceinline__ void next(const Row* rows, int own, int S) {
         const int lane = thread_again() % 32, leader = __ffs(left) - 1;
         Row row = rows[lane % GROUP], first = rows[leader];
         bool is_mine =
@@ -120,6 +124,14 @@ struct Set {
         old_end = 0, low = from, high = to, shared_low = last_from, shared_high = first_to;
         leaf_first = max(unit * first.unit, from / LEAF);
         leaf_end = min((unit + 1) * first.unit, (to - 1) / LEAF + 1);
+        if constexpr (RING) first_row = row_of_key(leaf_first * LEAF, S);
+    }
+
+    /* The row of the caches where a leaf of this block begins; a set's keys go around a ring once at most. */
+    __device__ __forceinline__ int row_of_leaf(int leaf, int S) const {
+        if constexpr (!RING) return leaf * LEAF;
+        const int row = first_row + (leaf - leaf_first) * LEAF;
+        return row < S ? row : row - S;
     }
 
     /* By one warp: keys before the first that this pass writes, of all rows of the launch, are old. own_slot,
@@ -156,12 +168,13 @@ __device__ __forceinline__ int unit_at(int at, int row, int unit) {
     return at + unit / 8 * (Rows * 128) + row * 128 + ((unit % 8 ^ (row & 7)) << 4);
 }
 
-/* The keys [first, last) of a leaf of K or V, zeros outside [low, high). cache: the leaf's first key. */
-__device__ __forceinline__ void load_leaf(const bf16* cache, int to, int leaf, int low, int high, int first,
-                                          int last) {
+/* The keys [first, last) of a leaf of K or V, zeros outside [low, high). cache: of the slot and kv head, in
+ * which the leaf begins at `row`. */
+__device__ __forceinline__ void load_leaf(const bf16* cache, int row, int to, int leaf, int low, int high,
+                                          int first, int last) {
     constexpr int STEP = THREADS / UNITS;
     const int thread = thread_again(), unit = thread % UNITS, key = leaf * LEAF + thread / UNITS;
-    const bf16* const from = cache + thread / UNITS * HEAD + 8 * unit;
+    const bf16* const from = cache + (size_t)(row + thread / UNITS) * HEAD + 8 * unit;
     char* const at = shared + unit_at<LEAF>(to, thread / UNITS, unit);
     low -= key, high -= key, first -= key, last -= key;
 #pragma unroll

@@ -120,7 +120,7 @@ struct Best {
 
 /* The row of a cache of S rows in which a key lies. Full caches, where no key is past the last row, need no
  * division. */
-__device__ __forceinline__ int row_of_key(int key, int S) { return key < S ? key : key % S; }
+__device__ __forceinline__ int row_of_key(int key, int S) { return key < S ? key : (u32)key % (u32)S; }
 
 /* What competes for the best: a value that is NaN or infinite beats all numbers, and its index is -1. */
 __device__ __forceinline__ Best candidate(float value, int index) {

@@ -41,7 +41,7 @@ class Shape:
         self.splits = splits
         units = min(splits, -(-keys // LEAF)) if keys else splits  # of the longest row: of a leaf at least
         self.units = max(1, units) + (is_windowed and splits > 0)
-        self.defines = {"HEAD": size, "GROUP": self.most}
+        self.defines = {"HEAD": size, "GROUP": self.most} | ({"RING": 1} if is_windowed else {})
         if wgmma:
             self.defines["WGMMA"] = 1
 

@@ -275,10 +275,10 @@ def test_old_keys_are_asked_for_before_the_wait(ops, rng, monkeypatch):
 @pytest.mark.parametrize(
     "arch, wgmma", [(arch, False) for arch in compiler.ARCHES.values()] + [("sm_90a", True)]
 )
-@pytest.mark.parametrize("size", [64, 128])
-def test_compiles_without_spills_and_two_blocks_fit(ops, arch, wgmma, size, tmp_path):
+@pytest.mark.parametrize("size, is_windowed", [(64, False), (128, False), (128, True)])
+def test_compiles_without_spills_and_two_blocks_fit(ops, arch, wgmma, size, is_windowed, tmp_path):
     """What the compiler adds for alignment counts: 256 bytes once halved the blocks of 16 rows."""
-    shape = attend_fast.Shape(16, 32, 8, size, 1, 132, wgmma=wgmma)
+    shape = attend_fast.Shape(16, 32, 8, size, 1, 132, is_windowed, wgmma=wgmma)
     cubin, log = compiler.compile_cubin(source.find("attend_fast.cu"), arch, shape.defines)
     used = compiler.resources(log)["attend_fast"]
     assert (used.stack, used.spill_stores, used.spill_loads) == (0, 0, 0), f"{shape.defines}: {used}"
