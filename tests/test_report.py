@@ -266,16 +266,30 @@ UNITS = re.compile(
 )
 
 
-def prose_of_readme():
-    """The README without its generated block and its code."""
+def prose():
+    """The READMEs without the generated block and without code."""
     text = (ROOT / "README.md").read_text()
     report = text.split("<!-- measured: bench/report.py -->")
     text = report[0] + report[1].split("<!-- end of measured -->")[1]
+    text += "".join((ROOT / folder / "README.md").read_text() for folder in ("kernels", "weights"))
     return re.sub(r"```.*?```", "", text, flags=re.DOTALL)
 
 
+def test_the_readme_is_a_lesson_and_its_paths_are_there():
+    text = (ROOT / "README.md").read_text()
+    assert text.count("\n") <= 130
+    paths = re.findall(r"`((?:minidflash|kernels|weights|bench|tests)/[\w./*]+)`", text)
+    assert len(paths) > 15
+    for path in paths:
+        names = ("qkv", "attend", "gate_up", "head") if "NAME" in path else ("",)
+        for name in names:
+            assert list(ROOT.glob(path.replace("NAME", name))), path.replace("NAME", name)
+    for word in ("anchor", "block", "tap", "context feature", "round", "tau", "slot"):
+        assert re.search(rf"^\| .*\b{word}\b.* \|", text, re.MULTILINE), word
+
+
 def test_prose_claims_no_measured_number():
-    found = [found[0] for found in UNITS.finditer(prose_of_readme())]
+    found = [found[0] for found in UNITS.finditer(prose())]
     assert not found, f"measured numbers belong into bench/results and the generated block: {found}"
     for claim in (
         "takes 5 ms",
@@ -292,7 +306,7 @@ def test_constants_in_prose_are_the_codes():
     from minidflash.kernels.cpu import sample
     from minidflash.kernels.gpu import attend_fast, cuda
 
-    text = " ".join(prose_of_readme().split())
+    text = " ".join(prose().split())
     first, second, third = (f"{bucket:,}" for bucket in cuda.CudaBackend.buckets)
     for words in (
         f"contexts up to {first}, {second} and {third} keys",
