@@ -28,7 +28,7 @@ import record
 from round import device
 
 import minidflash as md
-from minidflash.measure import read_prompts
+from minidflash.cli.bench import read_prompts
 from minidflash.request import OPTIONS, prompt_ids
 from tests.chance import LAWS
 from tests.golden_files import golden

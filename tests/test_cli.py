@@ -9,10 +9,10 @@ import jsonschema
 import pytest
 
 import minidflash as md
-from minidflash import run as run_module
+from minidflash.cli import generate as run_module
 from minidflash.cli import main
+from minidflash.cli.terminal import Paint, Progress, amount
 from minidflash.errors import UserError
-from minidflash.terminal import Paint, Progress, amount
 from tests import automaton
 from tests.golden_files import golden
 
@@ -249,7 +249,7 @@ def test_a_trace_is_written_and_retold(generate, mdf, tmp_path, monkeypatch):
 
 
 def test_rejected_drafts_are_shown_and_colour_is_for_terminals(monkeypatch):
-    from minidflash.trace import tell_round
+    from minidflash.cli.trace import tell_round
 
     line = {"ids": [20, 9], "id_texts": ["t20", "a b"], "drafts": [20, 7], "draft_texts": ["t20", ""], "accepted": 1,
             "verify": 3, "seconds": 0.01, "text": "", "finish_reason": "length"}  # fmt: skip

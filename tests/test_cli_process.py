@@ -75,7 +75,7 @@ def test_ctrl_c_with_json_gives_the_object(pair, tmp_path):
 def test_the_first_ctrl_c_interrupts_loading_the_second_ends_at_once():
     code = """
 import signal, sys, time
-from minidflash.terminal import Interrupt
+from minidflash.cli.terminal import Interrupt
 class Engine: pass
 with Interrupt() as interrupt:
     interrupt.engine = Engine() if sys.argv[1] == "2" else None
@@ -126,7 +126,7 @@ def test_help_loads_nothing_heavy():
 
 
 def test_words_are_utf8_whatever_the_locale(pair):
-    code = "import sys; from minidflash import run, cli; run.generate = lambda a, i: print(ascii(a.prompt)); cli.main()"
+    code = "import sys; from minidflash import cli; from minidflash.cli import generate as run; run.generate = lambda a, i: print(ascii(a.prompt)); cli.main()"
     environment = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     process = start("-c", code, "generate", "\u00e9t\u00e9", **environment)
     assert process.communicate(timeout=60)[0] == b"'\\xe9t\\xe9'\n"

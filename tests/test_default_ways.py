@@ -12,7 +12,7 @@ import pytest
 from minidflash.weights import default, manifest
 from minidflash.weights.safetensors_io import SINGLE
 
-from minidflash import info
+from minidflash.cli import info
 from minidflash.errors import UserError
 from tests.small_target import COPY, UNPACK, contents, refused, small_gguf, small_wheel, stand_in
 

@@ -6,7 +6,7 @@ from minidflash.kernels.roofline import FUSED, PEAKS, bound, traffic
 from minidflash.kernels.table import ROWS
 
 from minidflash.cli import main
-from minidflash.kernel_bench import SHAPES, arguments
+from minidflash.cli.kernels_bench import SHAPES, arguments
 
 SMALL = {"D": 64, "H": 4, "G": 2, "K": 16, "F": 96, "V": 208, "L": 2, "taps": 3}
 

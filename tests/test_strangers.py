@@ -13,15 +13,14 @@ from minidflash.weights import safetensors_io
 from minidflash.weights.gguf_io import read_gguf
 from minidflash.weights.safetensors_io import parse_object, read_file, read_json
 
-from minidflash import terminal
-from minidflash.cli import main
+from minidflash.cli import main, terminal
+from minidflash.cli.bench import read_prompts
+from minidflash.cli.generate import read_prompt
+from minidflash.cli.terminal import Paint, Progress, json_line, say, write_lines
+from minidflash.cli.trace import Trace, read
 from minidflash.encoding import decoded
 from minidflash.errors import LONGEST, UserError, printable
-from minidflash.measure import read_prompts
-from minidflash.run import read_prompt
-from minidflash.terminal import Paint, Progress, json_line, say, write_lines
 from minidflash.tokenizer import open_tokenizer
-from minidflash.trace import Trace, read
 from tests.automaton import build
 from tests.test_tokenizer import byte_fallback, byte_level, save
 
@@ -65,7 +64,7 @@ def test_the_last_resort_and_its_traceback_are_printable(mdf, monkeypatch, capsy
     def broken(args, interrupt):
         raise RuntimeError(f"so {ESCAPE}")
 
-    monkeypatch.setattr("minidflash.trace.tell", broken)
+    monkeypatch.setattr("minidflash.cli.trace.tell", broken)
     assert main(["trace", "x", "-v"]) == 1
     err = capsys.readouterr().err
     assert "Traceback" in err and "owned" in err and not set(err) & set("\x1b\x07\x9b\r\u202e")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from minidflash.kernels import table
 
-from minidflash import check
+from minidflash.cli import verify as check
 from tests.automaton import build
 from tests.conftest import open_or_skip
 

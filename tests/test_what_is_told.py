@@ -5,11 +5,11 @@ import json
 import pytest
 
 import minidflash as md
-from minidflash import measure
+from minidflash.cli import bench as measure
+from minidflash.cli.trace import Trace
+from minidflash.cli.trace import read as trace_lines
 from minidflash.errors import UserError
 from minidflash.stats import Round, Stats
-from minidflash.trace import Trace
-from minidflash.trace import read as trace_lines
 from tests import automaton
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -147,7 +147,7 @@ def test_bench_says_where_drafted_text_is_another(bench, monkeypatch):
 
 @pytest.mark.parametrize("samples", [1, 2])
 def test_text_comes_round_by_round_or_at_once(pair, mdf, monkeypatch, samples):
-    from minidflash import run
+    from minidflash.cli import generate as run
 
     written = []
     monkeypatch.setattr(run, "write", written.append)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from .errors import UserError
+from ..errors import UserError
 from .terminal import write
 
 # Dims of the table for the shapes that can be asked for (models.md 9). S and Z follow from the rows and the context.

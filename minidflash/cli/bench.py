@@ -5,13 +5,13 @@ from itertools import groupby
 from pathlib import Path
 from statistics import mean, median
 
-from .encoding import decoded
-from .errors import UserError
-from .loop import finish, machine_of, rounds_of
+from ..encoding import decoded
+from ..errors import UserError
+from ..loop import finish, machine_of, rounds_of
+from ..request import Request
+from ..stats import Timing
+from .generate import open_engine
 from .report import break_even, round_costs
-from .request import Request
-from .run import open_engine
-from .stats import Timing
 from .terminal import json_line, say, write, write_lines
 
 LOOP = 50  # a token repeated this often says nothing about drafting (F63)
@@ -59,7 +59,7 @@ def read_prompts(path=None):
     Errors: UserError naming the line.
     """
     if path is None:
-        kept = Path(__file__).resolve().parent.parent / "bench" / "prompts.jsonl"
+        kept = Path(__file__).resolve().parents[2] / "bench" / "prompts.jsonl"
         if not kept.is_file():
             return BUILT_IN
         path = kept

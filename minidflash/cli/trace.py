@@ -4,9 +4,9 @@ import json
 import sys
 from pathlib import Path
 
-from .encoding import decoded
-from .errors import UserError, printable
-from .stats import Round, Stats
+from ..encoding import decoded
+from ..errors import UserError, printable
+from ..stats import Round, Stats
 from .terminal import Paint, duration, json_line, write
 
 BARS = " ▁▂▃▄▅▆▇█"

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from .errors import UserError
-from .loop import generate
-from .measure import read_prompts
-from .run import open_engine
+from ..errors import UserError
+from ..loop import generate
+from .bench import read_prompts
+from .generate import open_engine
 from .terminal import write, write_lines
 
 SIZES = {"T": 5, "N": 1, "D": 48, "H": 4, "G": 2, "K": 16, "F": 40, "V": 37, "C": 96, "S": 24, "P": 32, "J": 8, "B": 5,

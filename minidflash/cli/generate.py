@@ -4,11 +4,11 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
-from .encoding import decoded
-from .errors import UserError
+from ..encoding import decoded
+from ..errors import UserError
+from ..values import told
 from .options import load_keywords, sampling_wishes
 from .terminal import Interrupt, Progress, is_terminal, json_line, say, write
-from .values import told
 
 BETWEEN = "\n\n"  # two samples
 EXAMPLE = 'minidflash generate "Why is the sky blue?"'
@@ -16,8 +16,8 @@ EXAMPLE = 'minidflash generate "Why is the sky blue?"'
 
 def generate(args, interrupt=None):
     """Run the subcommand. args: parsed flags. interrupt: the Interrupt in force. Returns the exit code."""
-    from .chat import parse_template_arg
-    from .request import Request
+    from ..chat import parse_template_arg
+    from ..request import Request
     from .trace import Trace
 
     interrupt = interrupt or Interrupt()
@@ -85,7 +85,7 @@ def read_prompt(args):
 
 def open_engine(args, **keywords):
     """Load what the flags name, with progress on a terminal. keywords: more of engine.load's. Returns an Engine."""
-    from .engine import load
+    from ..engine import load
 
     with Progress(is_terminal(sys.stderr) and not args.quiet) as show:
         engine = load(**load_keywords(args), **keywords, progress=show)
@@ -99,7 +99,7 @@ def open_engine(args, **keywords):
 
 def show_prompt(engine, prompt, request):
     """The rendered prompt, between lines that are not part of it, and its ids."""
-    from .request import OPTIONS, render
+    from ..request import OPTIONS, render
 
     if not isinstance(prompt, list):
         say(f"--- prompt\n{render(engine, prompt, OPTIONS | request.options)}\n--- end of prompt")
@@ -127,8 +127,8 @@ def warn(args, engine, request):
 
 def run(engine, request, args, interrupt, trace=None):
     """Generate, printing and tracing round by round. Returns (list of Round, Result)."""
-    from .loop import finish, rounds_of
-    from .stats import Timing
+    from ..loop import finish, rounds_of
+    from ..stats import Timing
 
     timing, rounds, reason, is_streaming = Timing(), [], None, not (args.json or args.no_stream)
     try:

@@ -5,8 +5,8 @@ import platform
 from dataclasses import asdict, fields
 from importlib.metadata import PackageNotFoundError, version
 
-from . import __version__
-from .errors import UserError
+from .. import __version__
+from ..errors import UserError
 from .options import BACKENDS
 from .terminal import amount, json_line, write, write_lines
 
@@ -28,7 +28,7 @@ def machine():
     """Processor, cores that this process may use, memory in bytes, Python, cache folder."""
     from minidflash.kernels.diskcache import cache_folder
 
-    from .fit import free_memory
+    from ..fit import free_memory
 
     cache = cache_folder()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -82,9 +82,9 @@ def pair(args):
     from minidflash.kernels import open_ops
     from minidflash.weights import names, open_checkpoint
 
-    from .config import check_pair, read_drafter, read_target
-    from .engine import context_length
-    from .fit import fitting_context, needed, weight_bytes
+    from ..config import check_pair, read_drafter, read_target
+    from ..engine import context_length
+    from ..fit import fitting_context, needed, weight_bytes
 
     is_default = args.target == "default"
     try:  # a look at the machine fetches nothing by itself

@@ -1,11 +1,11 @@
-"""The command line: parsers, exit codes. What a subcommand does lies in a module of its own."""
+"""The command line: parsers, exit codes. What a subcommand does lies in the module of its name."""
 
 import os
 import sys
 import traceback
 
-from . import __version__
-from .errors import UserError
+from .. import __version__
+from ..errors import UserError
 from .options import BACKENDS, Parser, add_how, add_machine, add_pair, add_sampling, add_talk, whole
 from .terminal import Interrupt, say, silence, write
 
@@ -59,7 +59,7 @@ def _generate(parser):
     output.add_argument("--trace", metavar="FILE", help="write one JSON line a round; see minidflash trace")
     output.add_argument("--no-stream", action="store_true", help="print the text when it is complete")
     add_machine(parser)
-    parser.set_defaults(run=_lazy("run", "generate"))
+    parser.set_defaults(run=_lazy("generate", "generate"))
 
 
 def _info(parser):
@@ -79,7 +79,7 @@ def _bench(parser):
                      help="runs of every prompt (default %(default)s)")  # fmt: skip
     parser.add_argument("-o", "--output", choices=("md", "json"), default="md", help="form (default md)")
     add_machine(parser)
-    parser.set_defaults(run=_lazy("measure", "bench"))
+    parser.set_defaults(run=_lazy("bench", "bench"))
 
 
 def _trace(parser):
@@ -94,7 +94,7 @@ def _verify(parser):
     how = add_how(parser, max_tokens=32)
     how.add_argument("--prompts", metavar="FILE", help="as in bench; the first of each kind is used")
     add_machine(parser)
-    parser.set_defaults(run=_lazy("check", "verify"))
+    parser.set_defaults(run=_lazy("verify", "verify"))
 
 
 def _kernels(parser):
@@ -114,7 +114,7 @@ def _kernels(parser):
     )
     parser.add_argument("--activations", choices=("f32", "bf16"), help="type of activations and caches")
     add_talk(parser)
-    parser.set_defaults(run=_lazy("catalog", "kernels"))
+    parser.set_defaults(run=_lazy("kernels", "kernels"))
 
 
 COMMANDS = {

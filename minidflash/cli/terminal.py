@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 
-from .errors import UserError, printable
+from ..errors import UserError, printable
 
 
 def write(text):

@@ -3,7 +3,7 @@
 import re
 from importlib import resources
 
-from .errors import UserError
+from ..errors import UserError
 from .terminal import write
 
 TYPES = {
@@ -18,7 +18,7 @@ def kernels(args, interrupt=None):
     if args.name is not None and args.name not in ROWS:
         raise UserError(f"no kernel {args.name!r} in the table", "there are: " + ", ".join(ROWS))
     if args.bench:
-        from .kernel_bench import bench_kernels
+        from .kernels_bench import bench_kernels
 
         return bench_kernels(args)
     if args.name is None:

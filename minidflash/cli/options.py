@@ -3,8 +3,8 @@
 import argparse
 import math
 
-from .errors import UserError
-from .values import told
+from ..errors import UserError
+from ..values import told
 
 BACKENDS = ("auto", "oracle", "numba", "emulate", "cuda")
 
@@ -74,7 +74,7 @@ def add_pair(parser):
 
 def add_how(parser, max_tokens=None):
     """How a run goes. max_tokens: default of -n; None leaves out what only a run needs. Returns the group."""
-    from .config import WIDEST
+    from ..config import WIDEST
 
     group = parser.add_argument_group("how")
     if max_tokens is not None:
@@ -136,7 +136,7 @@ def add_sampling(parser):
 
 def sampling_wishes(args):
     """The sampling flags whose value is not the default, as keywords. Errors: UserError for what cannot be meant."""
-    from .sampling import OPTIONS, Sampling
+    from ..sampling import OPTIONS, Sampling
 
     wishes = {name: getattr(args, name) for name, usual in OPTIONS.items() if getattr(args, name) != usual}
     if args.logprobs and not (args.json or args.trace):
