@@ -15,15 +15,16 @@ struct KeepBest {
     float eps;
     int limit;
     Best best[UNITS];
-    float zero[UNITS];  // 0; NaN once a logit was not finite: one multiplication finds both kinds
 
     __device__ __forceinline__ void prepare(int) const {}
 
     __device__ __forceinline__ void use_squares(float sum) { scale.make(task, sum, eps); }
 
+    /* Zero times a number adds nothing; times NaN or infinity it makes the best a NaN, which nothing beats.
+     */
     __device__ __forceinline__ void look_at(int q, float value, int index) {
         best[q] = better(best[q], Best{value, index});
-        zero[q] = fmaf(value, 0.f, zero[q]);
+        best[q].value = fmaf(value, 0.f, best[q].value);
     }
 
     __device__ __forceinline__ void operator()(int tile, float2 (&v)[UNITS]) {
@@ -42,7 +43,7 @@ struct KeepBest {
         int me = blockIdx.x * FINISHERS + warp_index() - WARPS, count = gridDim.x * FINISHERS;
 #pragma unroll
         for (int q = 0; q < UNITS; ++q) {
-            if (zero[q] != 0.f) best[q] = Best{infinity(), -1};
+            if (best[q].value != best[q].value) best[q] = Best{infinity(), -1};
 #pragma unroll
             for (int step = 4; step < 32; step *= 2) {  // the 8 lanes that hold this token
                 Best other{__shfl_xor_sync(FULL_WARP, best[q].value, step),
@@ -61,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     __shared__ RowScale scales[FINISHERS];
     int tiles = (outputs + 15) / 16;
     Task task = make_task(rows, cols, tiles, 1);
-    KeepBest sink{task, own_scale(scales), work, eps, min(limit, outputs), {}, {}};
+    KeepBest sink{task, own_scale(scales), work, eps, min(limit, outputs), {}};
 #pragma unroll
     for (int q = 0; q < UNITS; ++q) sink.best[q] = Best{-infinity(), 0x7fffffff};
     skinny<true>(task, Weights{cols, w}, x, pick, norm, work, sink);

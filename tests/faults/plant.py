@@ -60,7 +60,7 @@ class Outcome:
     status: str = "stale"
     seconds: float = 0.0
     by: str = ""  # the test that failed first
-    why: str = ""
+    why: str = ""  # of what was not caught; words of a caught one would name folders of this machine
 
 
 def read(folder=FOLDER):
@@ -86,7 +86,7 @@ def judge(fault, run):
         return ("survived", "") if run.passed else ("broken", "all tests were skipped")
     if run.code != 1 or (fault.compiles and UNFIT.match(run.why)):
         return "broken", f"pytest ended with {run.code}: {run.why}"
-    return "caught", run.why
+    return "caught", ""
 
 
 def plant_group(tree, tests, faults, say):
