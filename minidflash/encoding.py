@@ -1,6 +1,7 @@
 """Bytes of a file or of stdin as text: UTF-8, with or without the mark that Windows editors put first."""
 
 import codecs
+from pathlib import Path
 
 from .errors import UserError
 
@@ -28,3 +29,15 @@ def decoded(data, what):
         return without_mark(data, what).decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{what} is not UTF-8 (byte {error.start})", "convert it to UTF-8") from None
+
+
+def read_text(path, what):
+    """The text of a file, as `decoded` has it. what: the file, for messages.
+
+    Errors: UserError where it cannot be read, and those of `decoded`.
+    """
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise UserError(f"{what} cannot be read: {error.strerror}") from None
+    return decoded(data, what)

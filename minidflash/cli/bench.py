@@ -5,7 +5,7 @@ from itertools import groupby
 from pathlib import Path
 from statistics import mean, median
 
-from ..encoding import decoded
+from ..encoding import read_text
 from ..errors import UserError
 from ..loop import finish, machine_of, rounds_of
 from ..request import Request
@@ -63,12 +63,8 @@ def read_prompts(path=None):
         if not kept.is_file():
             return BUILT_IN
         path = kept
-    try:
-        data = Path(path).read_bytes()
-    except OSError as error:
-        raise UserError(f"prompts {path} cannot be read: {error.strerror}") from None
     prompts = []
-    for number, line in enumerate(decoded(data, f"prompts {path}").splitlines(), 1):
+    for number, line in enumerate(read_text(path, f"prompts {path}").splitlines(), 1):
         if not line.strip():
             continue
         try:

@@ -2,9 +2,8 @@
 
 import json
 import sys
-from pathlib import Path
 
-from ..encoding import decoded
+from ..encoding import read_text
 from ..errors import UserError, printable
 from ..stats import Round, Stats
 from .terminal import Paint, duration, json_line, write
@@ -73,12 +72,8 @@ class Trace:
 
 def read(path):
     """The lines of a trace file as dicts. Errors: UserError naming the file and the line."""
-    try:
-        data = Path(path).read_bytes()
-    except OSError as error:
-        raise UserError(f"trace file {path!r} cannot be read: {error.strerror}") from None
     lines = []
-    for number, line in enumerate(decoded(data, f"trace file {path!r}").splitlines(), 1):
+    for number, line in enumerate(read_text(path, f"trace file {path!r}").splitlines(), 1):
         try:
             found = json.loads(line)
             wrong = _wrong(found)
