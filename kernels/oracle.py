@@ -87,7 +87,10 @@ def embed(ids, table, scale):
 def qkv(
     x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot, pos, at, cache_k, cache_v, work
 ):
-    """q = rope(qnorm(Wq n(x))); k and v likewise (v plain) go to the caches as key `at` of the slot. Returns q: (T, H, K)."""
+    """q = rope(qnorm(Wq n(x))); k and v likewise (v plain) go to the caches as key `at` of the slot.
+
+    Returns q: (T, H, K).
+    """
     groups, room, size = cache_k.shape[1:]
     q = np.zeros((len(x), wq.rows // size, size))
     for t in range(len(x)):
@@ -303,7 +306,10 @@ def fuse(taps, w, norm, eps, work):
 
 
 def inject(f, wkv, kv_bias, k_norm, eps, cos, sin, slot, pos, at, cache_k, cache_v, work):
-    """KV injection: k, v of every drafter layer from the features f, as key `at` of the slot. wkv rows: [L][k, v][G][K]."""
+    """KV injection: k, v of every drafter layer from the features f, as key `at` of the slot.
+
+    wkv rows: [L][k, v][G][K].
+    """
     layers, _, groups, room, size = cache_k.shape
     for t in range(len(f)):
         if pos[t] < 0:

@@ -49,8 +49,9 @@ def weight_bytes(bound):
 def fitting_context(ops, target, drafter, limit, weights, chunk=256):
     """The longest context that memory holds: `limit`, halved until the buffers fit beside the weights.
 
-    limit: positions the target allows. chunk: prompt tokens in one pass, never more than the context. weights: their bytes. Keeps a tenth of the free memory for others; goes no
-    lower than 512 positions. Returns positions. Errors: none. Source: engine.md 5 (`--ctx`), F71.
+    limit: positions the target allows. chunk: prompt tokens in one pass, never more than the context. weights:
+    their bytes. Keeps a tenth of the free memory for others; goes no lower than 512 positions. Returns positions.
+    Errors: none. Source: engine.md 5 (`--ctx`), F71.
     """
     free = getattr(ops.backend, "free_memory", free_memory)()
     ctx = limit

@@ -106,7 +106,8 @@ def make_state(ops, target, drafter, stop_ids, slots, ctx, block, chunk, rejects
     """Allocate a State.
 
     target, drafter: configs (drafter None: plain decoding, block 1). ctx: positions a slot may use, fewer where the
-    drafter was made for fewer; the caches hold block rows more, since the last block may overshoot. chunk: rows of one prefill pass. rejects: drafts are drawn, so their laws are kept. Errors: MemoryError.
+    drafter was made for fewer; the caches hold block rows more, since the last block may overshoot. chunk: rows of
+    one prefill pass. rejects: drafts are drawn, so their laws are kept. Errors: MemoryError.
     """
     wide = slots * block
     count = max(chunk, wide)

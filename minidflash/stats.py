@@ -86,8 +86,8 @@ class Timing:
     """Seconds of a run's parts, and tokens per second.
 
     load_s: reading weights. jit_s: compiling kernels. prefill_s: the prompt. decode_s: all rounds after it.
-    ttft_s: from the call of generate or stream to the first token, all that lies between counted. tokens_per_s: tokens after the first / decode_s, None when there
-    are none. Source: engine.md 5.
+    ttft_s: from the call of generate or stream to the first token, all that lies between counted.
+    tokens_per_s: tokens after the first / decode_s, None when there are none. Source: engine.md 5.
     """
 
     load_s: float = 0.0

@@ -1,6 +1,7 @@
 """attend: softmax(scale q k^T) v over the keys a row sees, in chunks of 128 keys cut at absolute positions.
 
-Key n lies in row n % S of its cache: where S is less than the keys (a ring), it is a multiple of 128. A row only visits keys it sees, so nothing is masked and no -inf exists; the running maximum rescales what earlier
+Key n lies in row n % S of its cache: where S is less than the keys (a ring), it is a multiple of 128. A row
+only visits keys it sees, so nothing is masked and no -inf exists; the running maximum rescales what earlier
 chunks gave. Work of a row and head depends on that row alone. Moves: the cached K and V once a query head.
 """
 

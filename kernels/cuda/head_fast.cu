@@ -20,8 +20,7 @@ struct KeepBest {
 
     __device__ __forceinline__ void use_squares(float sum) { scale.make(task, sum, eps); }
 
-    /* Zero times a number adds nothing; times NaN or infinity it makes the best a NaN, which nothing beats.
-     */
+    /* Zero times a number adds nothing; times NaN or infinity it makes a NaN, which nothing beats. */
     __device__ __forceinline__ void look_at(int q, float value, int index) {
         best[q] = better(best[q], Best{value, index});
         best[q].value = fmaf(value, 0.f, best[q].value);

@@ -6,9 +6,9 @@ Models have an eps of 1e-5 or 1e-6, which no random row shows.
 import numpy as np
 import pytest
 
-from tests.cases import check, run, slip
+from tests.cases import run, slip
 from tests.conftest import parameters
-from tests.fast_rows import C_NORMED, C, Fast
+from tests.fast_rows import C_NORMED, C, Fast, fast_check
 from tests.kernels import (
     test_fuse,
     test_gate_up,
@@ -19,7 +19,7 @@ from tests.kernels import (
     test_rows,
 )
 from tests.kernels.test_fast_bits import CUTS, cut  # noqa: F401 a fixture
-from tests.kernels.test_fast_prefill import Prompt, frame  # noqa: F401 a fixture
+from tests.kernels.test_fast_prefill import frame, prompt_check  # noqa: F401 a fixture
 
 GPU = pytest.mark.parametrize("ops", parameters(["emulate", "cuda"], ["bf16"]), indirect=True)
 EPS = 30.0  # what it divides is of size 1
@@ -54,18 +54,14 @@ NORMED = "qkv", "gate_up", "head_logits", "fuse", "inject"
 @pytest.mark.parametrize("name", NORMED)
 def test_eps_counts(ops, rng, cut, name):  # noqa: F811
     case, terms, c, sizes = case_of(ops, rng, name)
-    ops.backend.variants.pop(name, None)
-    check(Fast(ops, name), name, case, terms, c, **sizes)
-    assert ops.backend.variants[name] == "fast"
+    fast_check(ops, name, case, terms, c, **sizes)
 
 
 @GPU
 @pytest.mark.parametrize("name", [name for name in NORMED if name != "head_logits"])
 def test_eps_counts_in_a_prompt(ops, frame, rng, name):  # noqa: F811
     case, terms, c, sizes = case_of(ops, rng, name)
-    ops.backend.variants.pop(name, None)
-    check(Prompt(ops, name), name, case, terms, c, **sizes)
-    assert ops.backend.variants[name] == "prefill"
+    prompt_check(ops, name, case, terms, c, **sizes)
 
 
 @GPU

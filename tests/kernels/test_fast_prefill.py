@@ -37,6 +37,7 @@ class Prompt(Ops):
 
 
 def prompt_check(ops, name, case, terms, c, variant="prefill", **sizes):
+    ops.backend.variants.pop(name, None)
     got = check(Prompt(ops, name), name, case, terms, c, **sizes)
     assert ops.backend.variants[name] == variant
     return got
