@@ -49,7 +49,7 @@ class Rows(gemm.Bench):
         """Weights that rotate: slices of the pool as they are, since any numbers are a packing of some."""
         tiles = fast.tiles_of(rows, layout == fast.PAIRED)
         found = self.weights(16 * tiles, cols)
-        return [Weight(rows, cols, "bf16", layout, w.view(torch.int16)) for w in found]
+        return [Weight((rows, cols), "bf16", layout, (w.view(torch.int16),)) for w in found]
 
 
 def calls(bench, model, rows):

@@ -52,7 +52,8 @@ class Bench:
         size = fast.tiles_of(outputs) * -(-cols // 32) * 512
         count = max(1, min(-(-int(ROTATED) // (2 * size)), len(self.pool) // size, 64))
         return [
-            Weight(outputs, cols, "bf16", layout, Buffer(self.pool[i * size :][:size])) for i in range(count)
+            Weight((outputs, cols), "bf16", layout, (Buffer(self.pool[i * size :][:size]),))
+            for i in range(count)
         ]
 
     def timed(self, weights, call, replays):
@@ -123,7 +124,7 @@ class Bench:
         packed = torch.empty(tiles * chunks * 512, device="cuda", dtype=torch.bfloat16)
         args = [Buffer(plain), Buffer(plain[8:]), Buffer(packed), outputs, outputs - 8, 16, tiles, cols]
         self.backend.launch("pack.cu", "pack", -(-tiles * chunks * 32 // 256), 256, 0, args)
-        weight = Weight(outputs, cols, "bf16", "packed", Buffer(packed))
+        weight = Weight((outputs, cols), "bf16", "packed", (Buffer(packed),))
         y, alone = (torch.zeros(count, outputs, device="cuda") for count in (rows, 1))
         prefill.linear(self.backend, rows, weight, self.laid(rows, cols), None, Buffer(y), tile=tile)
         prefill.linear(self.backend, 1, weight, self.laid(1, cols), None, Buffer(alone))

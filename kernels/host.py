@@ -83,7 +83,7 @@ class OracleBackend(HostBackend):
         data = np.concatenate([oracle.real(widen(p)).reshape(len(p.array), -1) for p in parts])
         for part in parts:
             part.drop()
-        return Weight(*data.shape, "bf16" if parts[0].dtype == "BF16" else "f32", "plain", data)
+        return Weight(data.shape, "bf16" if parts[0].dtype == "BF16" else "f32", "plain", (data,))
 
     def __getattr__(self, name):
         if name not in ROWS:

@@ -13,6 +13,9 @@ activations with `pos < 0` is inactive: nothing is stored for it.
 import re
 from dataclasses import dataclass
 
+from .weight import MATRIX, PAIRS
+from .weight import TABLE as TABLE_ROLE
+
 TABLE = {
     "embed": "ids:i32[T] table:W[V,D] scale:f32 -> x:A[T,D]",
     "qkv": "x:A[T,D] norm:f32[D] eps:f32 wq:W[H*K,D] wkv:W[2*G*K,D] q_bias:f32[H*K]? kv_bias:f32[2*G*K]? "
@@ -85,3 +88,10 @@ def parse(name, text):
 
 
 ROWS = {name: parse(name, text) for name, text in TABLE.items()}
+# What a row's weight is for, where that is not MATRIX.
+ROLES = {("embed", "table"): TABLE_ROLE, ("gate_up", "w"): PAIRS}
+
+
+def role_of(row, weight):
+    """The role (weight.ROLES) of a row's argument of type W, both by name."""
+    return ROLES.get((row, weight), MATRIX)

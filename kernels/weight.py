@@ -1,37 +1,60 @@
-"""`Weight`: one matrix of a checkpoint as a backend keeps it. Shapes are logical; `data` belongs to the backend."""
+"""`Weight`: one matrix of a checkpoint, or one for each expert, as a backend keeps it; and what a weight may be."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from math import prod
 
 TILE = 16  # rows are packed in groups of 16; a slice of a packed weight starts on such a group
+MATRIX, PAIRS, TABLE, VECTOR = "matrix", "pairs", "table", "vector"
+EXPERTS, EXPERT_PAIRS = "experts", "expert pairs"
+# What a weight is for, which decides how a backend lays it out. PAIRS: gate rows, then as many up rows, used in pairs. TABLE:
+# rows are also looked up one by one. EXPERTS and EXPERT_PAIRS: a matrix, or pairs, for each expert. VECTOR: f32, no Weight.
+ROLES = MATRIX, PAIRS, TABLE, EXPERTS, EXPERT_PAIRS, VECTOR
+BITS = {"f32": 32, "bf16": 16, "mxfp4": 4.25}  # a number, its share of a block's scale included
+
+
+def stored_bytes(shape, dtype):
+    """Bytes of a weight of this shape as it is kept: what plan, `info`, roofline and report count."""
+    return int(prod(shape) * BITS[dtype]) // 8
 
 
 @dataclass(frozen=True)
 class Weight:
-    """y = x @ W.T for W: (rows, cols), rows = output features.
+    """y = x @ W.T for W: (rows, cols), rows = output features; (experts, rows, cols) where each expert has its own.
 
-    dtype: "bf16" or "f32", as stored. layout: "plain" (rows, cols) or "packed" ([rows/16][cols][16] on the CPU;
-    fragment order on a GPU). data: the backend's array. nbytes: what a pass over it reads.
+    dtype: a key of BITS, as stored. layout: "plain" (shape as it is) or "packed" ([rows/16][cols][16] on the CPU;
+    fragment order on a GPU). parts: the backend's arrays; of mxfp4 the blocks, then their scales.
     """
 
-    rows: int
-    cols: int
+    shape: tuple
     dtype: str
     layout: str
-    data: Any
+    parts: tuple
 
     @property
-    def shape(self):
-        return self.rows, self.cols
+    def rows(self):
+        return self.shape[-2]
+
+    @property
+    def cols(self):
+        return self.shape[-1]
+
+    @property
+    def data(self):
+        """The first of the parts, of most weights the only one."""
+        return self.parts[0]
 
     @property
     def nbytes(self):
-        return self.rows * self.cols * (2 if self.dtype == "bf16" else 4)
+        """What a pass over all of it reads."""
+        return stored_bytes(self.shape, self.dtype)
 
     def slice(self, first, count):
-        """Rows first .. first+count-1 as a view. Errors: ValueError when a packed slice cuts a group of 16."""
+        """Rows first .. first+count-1 of a matrix as a view. Errors: ValueError when a packed slice cuts a group of 16."""
+        shape, end = (count, self.cols), first + count
         if self.layout == "plain":
-            return replace(self, rows=count, data=self.data[first : first + count])
-        if first % TILE or (count % TILE and first + count != self.rows):
-            raise ValueError(f"rows {first}..{first + count} cut a group of {TILE} of a packed weight")
-        return replace(self, rows=count, data=self.data[first // TILE : -(-(first + count) // TILE)])
+            return replace(self, shape=shape, parts=tuple(part[first:end] for part in self.parts))
+        if first % TILE or (count % TILE and end != self.rows):
+            raise ValueError(f"rows {first}..{end} cut a group of {TILE} of a packed weight")
+        return replace(
+            self, shape=shape, parts=tuple(part[first // TILE : -(-end // TILE)] for part in self.parts)
+        )

@@ -12,6 +12,7 @@ from .errors import UserError
 from .fit import check_fit, fitting_context, weight_bytes
 from .values import is_word, told, whole
 
+ROLES = {"gate_up": "pairs", "embed": "table"}
 ROPE_ROWS = 65536  # positions whose angles are held in float64 at a time
 
 
@@ -178,7 +179,11 @@ def build(ops, config, bound, positions, progress=None):
                     own = parts
     ops.read_ahead([parts for parts in bound.values() if len(parts[0].shape) == 2])
     for done, (name, parts) in enumerate(bound.items()):
-        value = ops.weight(parts, name.rpartition(".")[2]) if len(parts[0].shape) == 2 else vector(ops, parts)
+        value = (
+            ops.weight(parts, ROLES.get(name.rpartition(".")[2], "matrix"))
+            if len(parts[0].shape) == 2
+            else vector(ops, parts)
+        )
         nbytes += value.nbytes
         where, short = weights, name
         if name.startswith("layers."):
@@ -194,7 +199,7 @@ def build(ops, config, bound, positions, progress=None):
             if rows % TILE == 0:
                 layer["kv"] = weights["kv"].slice(i * rows, rows)
             else:  # its share cuts a packed group: a copy, which only odd toy sizes need
-                layer["kv"] = ops.weight(own[i], "kv")
+                layer["kv"] = ops.weight(own[i], "matrix")
                 nbytes += layer["kv"].nbytes
             layer["k_norm"] = weights["k_norm"][i]
             if "kv_bias" in weights:

@@ -154,7 +154,7 @@ def truth(name, case, function=None, **sizes):
     for spec in row.inputs:
         value = case.get(spec.name)
         if isinstance(value, Matrix):
-            value = Weight(*value.shape, "f32", "plain", value.real)
+            value = Weight(value.shape, "f32", "plain", (value.real,))
         elif isinstance(value, np.ndarray):
             value = value.copy() if spec.type == "i32" else real(value)
         args.append(value)

@@ -7,21 +7,12 @@ the f32 sums are far below.
 import pytest
 from minidflash.kernels.gpu import fast
 from minidflash.kernels.ops import Ops
+from minidflash.kernels.table import role_of
 
 from tests.cases import check, run
 from tests.conftest import parameters
 
 C, C_NORMED = 16, 2**15
-ROLES = {
-    "embed": "embed",
-    "gate_up": "gate_up",
-    "head": "head",
-    "sample": "head",
-    "propose": "head",
-    "reject": "head",
-    "head_logits": "head",
-    "fuse": "fc",
-}
 ROWS = [name for name in fast.FAST if name not in ("attend", "reject")]  # tests of their own
 PRODUCTS = [name for name in ROWS if name != "embed"]
 on_gpu_backends = pytest.mark.parametrize("ops", parameters(["emulate", "cuda"], ["bf16"]), indirect=True)
@@ -32,7 +23,9 @@ class Fast(Ops):
 
     def __init__(self, ops, name):
         super().__init__(ops.backend)
-        self.weight = lambda parts: ops.backend.weight(parts, ROLES.get(name, "down"))
+        self.weight = lambda parts: ops.backend.weight(
+            parts, role_of(name, {"embed": "table"}.get(name, "w"))
+        )
 
 
 def fast_run(ops, name, case, **sizes):

@@ -78,7 +78,7 @@ def rotate_neighbours(engine):
     order = np.arange(size).reshape(-1, 2).T.reshape(-1)
     data = kv.data.copy()
     data[:size] = data[:size][order]
-    engine.target.layers[0]["kv"] = dataclasses.replace(kv, data=data)
+    engine.target.layers[0]["kv"] = dataclasses.replace(kv, parts=(data,))
 
 
 def drop_scaling(engine):

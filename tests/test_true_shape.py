@@ -47,7 +47,10 @@ class Layer:
     def __init__(self, ops, name, inputs):
         weights, norms, self.caches, tables, self.x = inputs
         self.ops = ops
-        self.w = {role: ops.backend.weight(parts, role) for role, parts in weights.items()}
+        self.w = {
+            role: ops.backend.weight(parts, "pairs" if role == "gate_up" else "matrix")
+            for role, parts in weights.items()
+        }
         self.w |= {role: put(ops, values, "f32") for role, values in norms.items()}
         self.tables = [put(ops, table, "f32") for table in tables]
         D, H, G, K, F, *_ = SHAPES[name]

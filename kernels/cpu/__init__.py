@@ -99,7 +99,7 @@ class NumbaBackend(HostBackend):
                 first += len(a)
         for part in parts:
             part.drop()
-        return Weight(rows, cols, "bf16" if dtype == np.uint16 else "f32", "packed", data)
+        return Weight((rows, cols), "bf16" if dtype == np.uint16 else "f32", "packed", (data,))
 
     def work_size(self, rows, cols, outputs):
         """Workspace elements (f32) for a kernel of `rows` token rows, `cols` inputs, `outputs` outputs."""

@@ -64,13 +64,13 @@ class GpuBackend:
     def weight(self, parts, role=""):
         """`Weight` from checkpoint tensors stacked along rows: packed where fast kernels read it, else plain.
 
-        role: embed, head, q, kv, o, gate_up, down, fc or "". Errors: UserError when memory runs out.
+        role: of weight.ROLES, or "" for a plain one. Errors: UserError when memory runs out.
         """
         is_half = stored_type(parts) is np.uint16
         found = fast.pack(self, parts, role) if is_half and self.activations == "bf16" else None
         if found is None:
             data = self.load(parts, stored_type(parts))
-            found = Weight(*data.shape, "bf16" if is_half else "f32", "plain", data)
+            found = Weight(data.shape, "bf16" if is_half else "f32", "plain", (data,))
         for part in parts:
             part.drop()
         return found

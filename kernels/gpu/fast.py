@@ -26,11 +26,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..weight import TILE, Weight
+from ..weight import MATRIX, PAIRS, TABLE, TILE, Weight
 from . import COUNTERS, attend_fast, plain, split
 
 PAIRED = "packed pairs"  # a tile holds 8 gate rows and the 8 up rows that go with them
-ROLES = {"embed", "head", "q", "kv", "o", "gate_up", "down", "fc"}
 
 
 def run(backend, row, args):
@@ -41,18 +40,18 @@ def run(backend, row, args):
 
 def pack(backend, parts, role):
     """`Weight` in fragment order from checkpoint tensors stacked along rows, or None: keep it plain."""
-    if role not in ROLES:
+    if role not in (MATRIX, PAIRS, TABLE):
         return None
     raw = backend.raw(parts)
     rows, cols = raw.shape
-    is_paired = role == "gate_up"
+    is_paired = role == PAIRS
     tiles, chunks = tiles_of(rows, is_paired), -(-cols // split.CHUNK)
     data = backend.empty((tiles, chunks, 2, 32, 8), np.uint16)
     half = rows // 2 if is_paired else min(rows, TILE // 2)
     sizes = [half, half, TILE // 2] if is_paired else [rows, rows - half, TILE]
     grid = -(-tiles * chunks * 32 // 256)
     backend.launch("pack.cu", "pack", grid, 256, 0, [raw, raw[half:], data, *sizes, tiles, cols])
-    return Weight(rows, cols, "bf16", PAIRED if is_paired else "packed", data)
+    return Weight((rows, cols), "bf16", PAIRED if is_paired else "packed", (data,))
 
 
 def tiles_of(rows, is_paired=False):

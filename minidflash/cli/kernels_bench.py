@@ -16,7 +16,6 @@ SHAPES = {
     "qwen3-8b": {"D": 4096, "H": 32, "G": 8, "K": 128, "F": 12288, "V": 151936, "L": 5, "taps": 5},
     "llama-3.1-8b": {"D": 4096, "H": 32, "G": 8, "K": 128, "F": 14336, "V": 128256, "L": 5, "taps": 5},
 }  # fmt: skip
-ROLES = {("qkv", "wq"): "q", ("linear_add", "w"): "down", ("gate_up", "w"): "gate_up", ("fuse", "w"): "fc"}
 ROTATED = 128 << 20  # bytes of different weights between two uses of the same: more than any cache holds
 BLOCK = 16
 
@@ -89,6 +88,7 @@ def measure(ops, name, shape, rows, context, repeat=20):
 def arguments(ops, row, shape, rows, context, like=None):
     """Arguments of a row at true shape, random, in table order. like: reuse these but for the weights."""
     from minidflash.kernels.ops import expected
+    from minidflash.kernels.table import role_of
 
     rng = np.random.default_rng(1)
     sizes = shape | {"T": rows, "N": 1, "M": rows, "C": shape["taps"] * shape["D"], "S": context + max(rows, BLOCK), "R": BLOCK,
@@ -113,8 +113,7 @@ def arguments(ops, row, shape, rows, context, like=None):
             dims = tuple(expected(dim, sizes) for dim in arg.dims)
             bits = (rng.integers(0, 2**16, dims, np.uint16) & 0x80FF) | 0x3C00
             part = SimpleNamespace(array=bits, dtype="BF16", shape=dims, drop=lambda: None)
-            role = ROLES.get((row.name, arg.name)) or {"wkv": "kv", "table": "embed"}.get(arg.name, "head")
-            found.append(ops.weight([part], role))
+            found.append(ops.weight([part], role_of(row.name, arg.name)))
         elif like is not None:
             found.append(like[i])
         elif arg.dims is None:

@@ -257,7 +257,7 @@ def test_old_keys_are_asked_for_before_the_wait(ops, rng, monkeypatch):
         o, work = ops.array((T, H, K), "A"), ops.array((ops.backend.work_size(T, D, (H + 2 * G) * K),), "f32")
         rows, norm = cases.put(ops, x, "A"), cases.put(ops, np.ones(D, np.float32), "f32")
         tables = [cases.put(ops, a, "f32") for a in (cos, sin)]
-        weights = [ops.backend.weight([part], role) for part, role in zip(parts, ("q", "kv"), strict=True)]
+        weights = [ops.backend.weight([part], "matrix") for part in parts]
         ops.qkv(
             rows, norm, 1e-6, *weights, None, None, None, None, *tables, *rest[:2], rest[1], k, v, work, q
         )

@@ -128,8 +128,8 @@ def test_dependent_launches_read_nothing_too_early(ops, rng, cut, monkeypatch):
     make = Make(rng, "bf16")
     shapes = {"q": (H * K, D), "kv": (2 * G * K, D), "o": (D, H * K), "gate_up": (2 * F, D), "down": (D, F)}
     w = {
-        role: ops.backend.weight([make.w(*shape)], role)
-        for role, shape in (shapes | {"head": (V, D)}).items()
+        name: ops.backend.weight([make.w(*shape)], "pairs" if name == "gate_up" else "matrix")
+        for name, shape in (shapes | {"head": (V, D)}).items()
     }
     cos, sin = make.tables(S, K // 2)
     host = {"x": make.a(T, D), "taps": np.zeros((T, D), np.uint16), "h": np.zeros((T, F), np.uint16)}

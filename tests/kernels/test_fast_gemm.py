@@ -21,15 +21,15 @@ from tests.kernels import (
 
 @on_gpu_backends
 @pytest.mark.parametrize("rows, cols", [(16, 32), (576, 576), (37, 77), (8, 24), (130, 4096), (1, 3)])
-@pytest.mark.parametrize("role", ["down", "gate_up"])
+@pytest.mark.parametrize("role", ["matrix", "pairs"])
 def test_a_packed_weight_unpacks_to_itself(ops, rng, rows, cols, role):
-    rows += rows % 2 if role == "gate_up" else 0
+    rows += rows % 2 if role == "pairs" else 0
     plain = rng.integers(0, 65536, (rows, cols)).astype(np.uint16)
     backend, weight = ops.backend, ops.backend.weight([Matrix(plain)], role)
     assert weight.shape == (rows, cols) and weight.layout != "plain"
-    half = rows // 2 if role == "gate_up" else min(rows, 8)
-    sizes = [half, half, 8] if role == "gate_up" else [rows, rows - half, 16]
-    tiles = fast.tiles_of(rows, role == "gate_up")
+    half = rows // 2 if role == "pairs" else min(rows, 8)
+    sizes = [half, half, 8] if role == "pairs" else [rows, rows - half, 16]
+    tiles = fast.tiles_of(rows, role == "pairs")
     back = backend.empty((rows, cols), np.uint16)
     grid = -(-tiles * -(-cols // 32) * 32 // 256)
     backend.launch("pack.cu", "unpack", grid, 256, 0, [back, back[half:], weight.data, *sizes, tiles, cols])

@@ -5,6 +5,7 @@ import pytest
 from minidflash.kernels import compiler, source
 from minidflash.kernels.gpu import prefill
 from minidflash.kernels.ops import Ops
+from minidflash.kernels.table import role_of
 
 from tests.cases import check, run
 from tests.compare import assert_same_bits, real
@@ -15,7 +16,6 @@ from tests.kernels.test_compile import needs_nvrtc
 
 # C_NORMED: the norm's weights are multiplied in before the product and that is rounded, half of 2^-7 of each term.
 C, C_NORMED = 16, 2**15
-ROLES = {"gate_up": "gate_up", "fuse": "fc"}
 on_gpu_backends = pytest.mark.parametrize("ops", parameters(["emulate", "cuda"], ["bf16"]), indirect=True)
 
 
@@ -33,7 +33,7 @@ class Prompt(Ops):
 
     def __init__(self, ops, name):
         super().__init__(prefill.Prefill(ops.backend))
-        self.weight = lambda parts: ops.backend.weight(parts, ROLES.get(name, "down"))
+        self.weight = lambda parts: ops.backend.weight(parts, role_of(name, "w"))
 
 
 def prompt_check(ops, name, case, terms, c, variant="prefill", **sizes):

@@ -32,7 +32,7 @@ def small_buffers(request, monkeypatch):
 def test_weights_are_copied_piece_by_piece(opened, rng, small_buffers):
     ops, driver = opened()
     parts = [Make(rng, weights="bf16").w(50, 33), Make(rng, weights="bf16").w(7, 33)]
-    found = ops.weight(parts, "q")
+    found = ops.weight(parts, "matrix")
     assert (found.dtype, found.layout, found.shape) == ("bf16", "plain", (57, 33))
     assert (ops.download(found.data) == np.concatenate([p.array for p in parts])).all()
     assert driver.count("cuMemcpyHtoDAsync") == 4 + 1
@@ -46,7 +46,7 @@ def test_files_and_arrays_lie_one_behind_the_other(opened, rng, small_buffers, t
     ops, driver = opened()
     (first,), (last,) = written(tmp_path, rng, 2)
     parts = [first, Make(rng, weights="bf16").w(50, 33), last]
-    found = ops.download(ops.weight(parts, "q").data)
+    found = ops.download(ops.weight(parts, "matrix").data)
     assert (found == np.concatenate([p.array for p in parts])).all()
     assert len(driver.compiled) == 3 * 8 and driver.count("cuMemcpyHtoDAsync") == 12
 
@@ -56,12 +56,12 @@ def test_what_a_load_takes_is_given_back(opened, rng, small_buffers, tmp_path):
     ops, driver = opened()
     weights = written(tmp_path, rng)
     ops.read_ahead(weights)
-    ops.weight(weights[0], "q")
+    ops.weight(weights[0], "matrix")
     driver.fails_compiled["cuEventRecord"] = driver.real.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
     os.truncate(weights[3][0].path, weights[3][0].start)
     for weight in weights[2:]:
         with pytest.raises(UserError):
-            ops.weight(weight, "q")
+            ops.weight(weight, "matrix")
     ops.backend._forget_staging()
     gc.collect()  # errors hold what they came through
     rings = driver.count("cuMemHostRegister")
@@ -86,7 +86,7 @@ def test_what_is_announced_may_be_asked_for_in_any_order(opened, rng, small_buff
     weights = written(tmp_path, rng)
     ops.read_ahead(weights)
     for i in asked:
-        assert (ops.download(ops.weight(weights[i], "q").data) == weights[i][0].array).all()
+        assert (ops.download(ops.weight(weights[i], "matrix").data) == weights[i][0].array).all()
     assert driver.count("cuMemHostRegister") <= small_buffers
 
 
@@ -112,9 +112,9 @@ def test_the_next_weight_is_read_before_it_is_asked_for(opened, rng, small_buffe
 
     watched = [[Watched(parts[0])] for parts in weights]
     ops.read_ahead(watched)
-    ops.weight(watched[0], "q")
+    ops.weight(watched[0], "matrix")
     assert is_ahead.wait(10)
-    ops.weight(watched[1], "q")
+    ops.weight(watched[1], "matrix")
     assert sorted(seen) == [(name, first) for name in ("w0", "w1") for first in (0, 1000, 2000, 3000)]
 
 
@@ -124,12 +124,12 @@ def test_a_file_that_shrinks_while_it_is_read_is_one_line(opened, rng, small_buf
     (third,), (last,) = weights[2:]
     os.truncate(third.path, third.start + 1500)
     ops.read_ahead(weights)
-    ops.weight(weights[0], "q"), ops.weight(weights[1], "q")
+    ops.weight(weights[0], "matrix"), ops.weight(weights[1], "matrix")
     with pytest.raises(UserError, match="cut off while it was read, in tensor w2") as caught:
-        ops.weight(weights[2], "q")
+        ops.weight(weights[2], "matrix")
     assert "\n" not in str(caught.value) and caught.value.hint
     os.truncate(last.path, last.start + last.nbytes)  # and the threads live on
-    assert not ops.download(ops.weight([last], "q").data).any()
+    assert not ops.download(ops.weight([last], "matrix").data).any()
 
 
 def assert_one_line(caught, words):
@@ -150,7 +150,7 @@ def test_a_driver_that_fails_is_one_line(opened, rng, small_buffers, tmp_path, c
     driver.fails[call] = driver.real.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
     weight = written(tmp_path, rng, 1)[0] if kind == "file" else [Make(rng, weights="bf16").w(50, 33)]
     with pytest.raises(UserError, match="the GPU failed: .*ILLEGAL_ADDRESS") as caught:
-        ops.weight(weight, "q")
+        ops.weight(weight, "matrix")
     assert_one_line(caught, "CUDA driver")
 
 
@@ -160,17 +160,17 @@ def test_a_driver_that_fails_in_the_compiled_loop_is_one_line(opened, rng, small
     weights = written(tmp_path, rng, 2)
     driver.fails_compiled[call] = driver.real.CUresult.CUDA_ERROR_LAUNCH_FAILED
     with pytest.raises(UserError, match="the GPU failed") as caught:
-        ops.weight(weights[0], "q")
+        ops.weight(weights[0], "matrix")
     assert_one_line(caught, "CUDA driver: CUDA_ERROR_LAUNCH_FAILED")
     driver.fails_compiled.clear()  # and the threads live on
-    assert (ops.download(ops.weight(weights[1], "q").data) == weights[1][0].array).all()
+    assert (ops.download(ops.weight(weights[1], "matrix").data) == weights[1][0].array).all()
 
 
 def test_a_driver_without_a_call_is_one_line(opened, rng, small_buffers, tmp_path, monkeypatch):
     ops, driver = opened()
     monkeypatch.setattr(driver, "address", lambda name: 0)
     with pytest.raises(UserError) as caught:
-        ops.weight(written(tmp_path, rng, 1)[0], "q")
+        ops.weight(written(tmp_path, rng, 1)[0], "matrix")
     assert_one_line(caught, "it has no cuEventSynchronize")
 
 
@@ -179,7 +179,7 @@ def test_a_read_that_fails_says_why(opened, rng, small_buffers, tmp_path):
     ((tensor,),) = written(tmp_path, rng, 1)
     words = "cannot read .*model.safetensors: Bad file descriptor"
     with (tmp_path / "no reader's").open("wb") as file, pytest.raises(UserError, match=words) as caught:
-        ops.weight([replace(tensor, file=file.fileno())], "q")
+        ops.weight([replace(tensor, file=file.fileno())], "matrix")
     assert "\n" not in str(caught.value)
 
 
@@ -207,14 +207,14 @@ def test_a_read_that_falls_short_goes_on_where_it_ended(
     monkeypatch.setattr(staging, "state_of", changed)
     ops, driver = opened()
     (weight,) = written(tmp_path, rng, 1)
-    assert (ops.download(ops.weight(weight, "q").data) == weight[0].array).all()
+    assert (ops.download(ops.weight(weight, "matrix").data) == weight[0].array).all()
     assert short < len(reads) and driver.count("cuMemcpyHtoDAsync") == 4
 
 
 def test_copies_and_kernels_wait_for_each_other(opened, rng, small_buffers, tmp_path):
     """Copies have a stream of their own: behind what used the memory before, and what follows is behind them."""
     ops, driver = opened()
-    ops.weight(written(tmp_path, rng, 1)[0], "q")
+    ops.weight(written(tmp_path, rng, 1)[0], "matrix")
     mine = ops.backend.device.stream
     (own,) = {stream for name, stream in driver.order if name == "copy"}
     assert own != mine
