@@ -9,9 +9,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from minidflash.weights import names
 
-from minidflash.config import DrafterConfig, ModelConfig
 from minidflash.engine import Engine, build
-from minidflash.rope import Rope
+from minidflash.fit import positions_of
+from minidflash.rope import Rope, rope_tables
+from minidflash.stack import DrafterConfig, Layer, ModelConfig
 
 # name: target (family, width, layers, heads, kv heads, head size, ffn, vocab, tied, theta), drafter (layers, heads, kv
 # heads, head size, ffn, taps). Source: models.md 9, dflash.md 2.2.
@@ -57,17 +58,29 @@ def configs(shape, positions):
         (family, width, layers, heads, kv, size, ffn, vocab, tied, theta),
         (d_layers, d_heads, d_kv, d_size, d_ffn, taps),
     ) = SHAPES[shape]
+    own = Layer(heads, kv, size, ffn, scale=size**-0.5, qk_norm=family == "qwen3")
+    drafting = Layer(d_heads, d_kv, d_size, d_ffn, causal=False, scale=d_size**-0.5, qk_norm=True)
+    shared = {
+        "width": width,
+        "ropes": (Rope(theta),),
+        "eps": 1e-6,
+        "vocab": vocab,
+        "max_positions": positions,
+    }
     target = ModelConfig(
-        family=family, width=width, layers=layers, heads=heads, kv_heads=kv, head_size=size, ffn=ffn, vocab=vocab,
-        eps=1e-6, rope=Rope(theta), tied=tied, qk_norm=family == "qwen3", attention_bias=False, windows=(0,) * layers,
-        max_positions=positions, stop_ids=(), bos_id=None, dtype="bfloat16",
-    )  # fmt: skip
+        layers=(own,) * layers, family=family, tied=tied, stop_ids=(), bos_id=None, dtype="bfloat16", **shared
+    )
     drafter = DrafterConfig(
-        width=width, layers=d_layers, heads=d_heads, kv_heads=d_kv, head_size=d_size, ffn=d_ffn, eps=1e-6,
-        rope=Rope(theta), attention_bias=False, windows=(0,) * d_layers, causal=(False,) * d_layers, block=16,
-        mask_id=vocab - 1, taps=taps, vocab=vocab, target_layers=layers, max_positions=positions,
-    )  # fmt: skip
+        layers=(drafting,) * d_layers, block=16, mask_id=vocab - 1, taps=taps, target_layers=layers, **shared
+    )
     return target, drafter
+
+
+def random_bound(table, rng):
+    """A names table bound to random tensors."""
+    tensors = {name: shape for named in table.values() for name, shape in named.sources}
+    tensors = {name: RandomTensor(name, shape, rng) for name, shape in tensors.items()}
+    return {ours: named.bind(tensors) for ours, named in table.items()}
 
 
 def random_engine(ops, shape, ctx, seed=0, chunk=None):
@@ -76,20 +89,18 @@ def random_engine(ops, shape, ctx, seed=0, chunk=None):
 
     rng = np.random.default_rng(seed)
     target, drafter = configs(shape, ctx)
-    bound = {
-        name: [RandomTensor(theirs, dims, rng) for theirs, dims in parts]
-        for name, parts in names.FAMILIES[target.family](target).items()
-    }
+    table = names.target_table(target)
     if not target.tied:
-        bound["head"] = [RandomTensor("lm_head.weight", (target.vocab, target.width), rng)]
-    own = {
-        name: [RandomTensor(theirs, dims, rng) for theirs, dims in parts]
-        for name, parts in names._drafter(drafter).items()
+        table["head"] = names.matrix("lm_head.weight", rows=target.vocab, cols=target.width)
+    tables = {
+        kind: rope_tables(ops, *kind, count) for kind, count in positions_of(target, drafter, ctx).items()
     }
     since = time.perf_counter()
-    big, small = build(ops, target, bound, ctx + 64), build(ops, drafter, own, ctx + 64)
-    if "head" not in big.weights:
-        big.weights["head"] = big.weights["embed"]
+    big = build(ops, target, random_bound(table, rng), tables)
+    small = build(ops, drafter, random_bound(names.drafter_table(drafter), rng), tables)
+    big.embed, big.head = big.weights["embed"], big.weights.get("head", big.weights["embed"])
+    small.embed, small.head = big.embed, big.head
+    big.ids = small.ids = target.vocab
     seconds = time.perf_counter() - since
     engine = Engine(
         ops=ops, target=big, drafter=small, tokenizer=None, stop_ids=frozenset(), target_name=shape,
@@ -118,5 +129,5 @@ def fill_caches(ops, s):
 def pass_bytes(model, head=True):
     """Bytes of weights that one pass reads: every matrix of the layers, and the head."""
     weights = [w for layer in model.layers for w in layer.values() if hasattr(w, "rows")]
-    weights += [w for name, w in model.weights.items() if name == "fc" or (name == "head" and head)]
+    weights += [w for name, w in model.weights.items() if name == "fc"] + [model.head] * head
     return sum(w.nbytes for w in weights)

@@ -103,6 +103,7 @@ class Memory:
     """Bytes of the buffers a run holds. Source: engine.md 5."""
 
     weights: int = 0
+    rope_tables: int = 0
     target_cache: int = 0
     drafter_cache: int = 0
     workspace: int = 0

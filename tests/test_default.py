@@ -33,10 +33,15 @@ def target():
 
 def test_it_binds_and_fits_the_embedded_drafter(target):
     config = read_target(target.config, target.generation)
-    assert (config.width, config.layers, config.heads, config.kv_heads) == (576, 30, 9, 3)
+    assert (config.width, len(config.layers), config.most("heads"), config.most("kv_heads")) == (
+        576,
+        30,
+        9,
+        3,
+    )
     assert config.tied and config.stop_ids == (2,) and config.bos_id == 1 and config.eps == 1e-5
     bound = bind_target(config, target.tensors)
-    assert sorted(t.name for parts in bound.values() for t in parts) == sorted(target.tensors)
+    assert sorted(t.name for one in bound.values() for t in one.parts) == sorted(target.tensors)
     assert {tensor.dtype for tensor in target.tensors.values()} == {"BF16"}
     check_pair(config, read_drafter(open_checkpoint("default", "drafter").config))
 
@@ -69,11 +74,12 @@ def test_its_weights_give_the_golden_logits(target):
     """A plain f32 forward pass: 5e-5 when all 272 tensors are right, units when one rotary order is wrong."""
     config = read_target(target.config)
     bound = bind_target(config, target.tensors)
-    width, heads, size = config.width, config.heads, config.head_size
+    layer, width = config.layers[0], config.width
+    heads, size = layer.heads, layer.head_size
     tensors = read_file(golden("smollm2-135m") / "golden.safetensors")
 
     def weight(name):
-        wide = [(t.array.astype(np.uint32) << 16).view(np.float32) for t in bound[name]]
+        wide = [(t.array.astype(np.uint32) << 16).view(np.float32) for t in bound[name].parts]
         return np.concatenate(wide)
 
     def norm(x, name):
@@ -87,15 +93,16 @@ def test_its_weights_give_the_golden_logits(target):
     count = len(ids)
     embed = weight("embed")
     x = embed[ids]
-    angle = np.arange(count, dtype=np.float32)[:, None, None] * config.rope.frequencies(size)[0]
+    angle = np.arange(count, dtype=np.float32)[:, None, None] * config.ropes[0].frequencies(size)[0]
     cos, sin = np.cos(angle), np.sin(angle)
     mask = np.triu(np.full((count, count), -1e30, np.float32), 1)
-    for i in range(config.layers):
+    groups = layer.kv_heads
+    for i in range(len(config.layers)):
         layer = f"layers.{i}."
         y = norm(x, layer + "attn_norm")
         q = turn((y @ weight(layer + "q").T).reshape(count, heads, size))
-        k, v = (y @ weight(layer + "kv").T).reshape(count, 2, config.kv_heads, size).swapaxes(0, 1)
-        k, v = (np.repeat(part, heads // config.kv_heads, 1) for part in (turn(k), v))
+        k, v = (y @ weight(layer + "kv").T).reshape(count, 2, groups, size).swapaxes(0, 1)
+        k, v = (np.repeat(part, heads // groups, 1) for part in (turn(k), v))
         score = np.einsum("thd,shd->hts", q, k) / np.sqrt(np.float32(size)) + mask
         share = np.exp(score - score.max(-1, keepdims=True))
         share /= share.sum(-1, keepdims=True)

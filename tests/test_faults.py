@@ -51,6 +51,9 @@ stop texts
 budget
 the end of the context is said at the call
 memory is foretold
+a slot goes back to its snapshot
+greedy drafts are ids that the target can choose
+revisions of target and drafter are their own
 statistics count what was verified
 the trace tells the run
 the json schema

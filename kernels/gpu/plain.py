@@ -183,8 +183,8 @@ def stage_context(backend, start, fresh, slot, pos):
     _control(backend, "stage_context", len(start), args)
 
 
-def accept(backend, drafts, choice, stop, start, anchor, fresh, left, done, record):
-    args = [drafts, choice, stop, start, anchor, fresh, left, done, record]
+def accept(backend, drafts, choice, stop, start, anchor, fresh, left, done, record, kept):
+    args = [drafts, choice, stop, start, anchor, fresh, left, done, record, kept]
     args += [len(choice) // len(start), drafts.shape[1], len(stop)]
     _control(backend, "accept", len(start), args)
 

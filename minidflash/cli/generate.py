@@ -127,7 +127,8 @@ def warn(args, engine, request):
 
 def run(engine, request, args, interrupt, trace=None):
     """Generate, printing and tracing round by round. Returns (list of Round, Result)."""
-    from ..loop import finish, rounds_of
+    from ..loop import rounds_of
+    from ..run import finish
     from ..stats import Timing
 
     timing, rounds, reason, is_streaming = Timing(), [], None, not (args.json or args.no_stream)
