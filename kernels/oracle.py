@@ -2,7 +2,8 @@
 
 The first half are the plain equations (models.md); the second half are the rows of the table, which are compositions
 of them. A function takes a row's inputs in table order, changes the `&` ones in place and returns the outputs as
-float64 (ids as int32); `OracleBackend` rounds them once into the caller's buffers.
+float64 (ids as int32); `OracleBackend` rounds them once into the caller's buffers. Where `Row.fills_outputs`, it takes
+them last and fills them. Rows of layers with experts: oracle_moe.py.
 """
 
 import numpy as np
@@ -31,7 +32,7 @@ def store(y, out):
 
 
 def matrix(w):
-    """float64 (rows, cols) of a plain `Weight`."""
+    """float64 (rows, cols), or (experts, rows, cols), of a plain `Weight`."""
     return w.data if w.data.dtype == np.float64 else real(w.data)
 
 
@@ -393,3 +394,6 @@ def accept(drafts, choice, stop, start, anchor, fresh, left, done, record, kept)
             anchor[n] = tokens[emitted - 1]
         record[n, [EMITTED, ACCEPTED, WHY]] = emitted, accepted, done[n]
         kept[n] = emitted
+
+
+from .oracle_moe import experts_down, experts_up, mxfp4, route  # noqa: E402, F401 it needs the equations above

@@ -38,7 +38,7 @@ def run(backend, row, args):
     return function is not None and bool(function(backend, *args))
 
 
-def pack(backend, parts, role):
+def pack(backend, parts, role, experts=0):
     """`Weight` in fragment order from checkpoint tensors stacked along rows, or None: keep it plain."""
     if role not in (MATRIX, PAIRS, TABLE):
         return None
