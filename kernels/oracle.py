@@ -47,6 +47,11 @@ def rmsnorm(x, w, eps):
     return w * (x / np.sqrt((x * x).mean(-1, keepdims=True) + eps))
 
 
+def normed(x, norm, eps):
+    """n(x) * norm of one row; where there is no norm, the row as it is."""
+    return x if norm is None else rmsnorm(x, norm, eps)
+
+
 def rope(x, cos, sin):
     """Rotate the pairs (j, j + J) of the first 2J components of each head; the rest passes. x: (H, K), cos: (J,)."""
     j = len(cos)
@@ -92,14 +97,14 @@ def qkv(
 ):
     """q = rope(qnorm(Wq n(x))); k and v likewise (v plain) go to the caches as key `at` of the slot.
 
-    Returns q: (T, H, K).
+    norm None: of x itself. Returns q: (T, H, K).
     """
     groups, room, size = cache_k.shape[1:]
     q = np.zeros((len(x), wq.rows // size, size))
     for t in range(len(x)):
         if pos[t] < 0:
             continue
-        y = rmsnorm(real(x[t]), norm, eps)
+        y = normed(real(x[t]), norm, eps)
         head = linear(y, matrix(wq), q_bias).reshape(-1, size)
         k, v = linear(y, matrix(wkv), kv_bias).reshape(2, groups, size)
         if q_norm is not None:
@@ -137,8 +142,8 @@ def linear_add(a, w, bias, tap_row, tap_at, x, taps, work):
 
 
 def gate_up(x, norm, eps, w, work):
-    """h = silu(Wg n(x)) * (Wu n(x)); w holds the gate rows, then the up rows. Returns (T, F)."""
-    return np.stack([_swiglu(linear(rmsnorm(real(row), norm, eps), matrix(w))) for row in x])
+    """h = silu(Wg n(x)) * (Wu n(x)); w holds the gate rows, then the up rows. norm None: of x itself. Returns (T, F)."""
+    return np.stack([_swiglu(linear(normed(real(row), norm, eps), matrix(w))) for row in x])
 
 
 def _swiglu(y):
