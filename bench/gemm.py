@@ -5,7 +5,7 @@
 A time is per launch: the median over replays of one graph of many launches, each on another of the weights that
 together fill 300 MB (over twice the L2). Random weights and tokens. Cuts are compared at 16 rows with dependent launch,
 by the same kernel that decoding uses (linear_add_fast); the best is then run at all row counts, with and without it.
-Writes bench/results/gemm-CARD.json (into $OUT where that is set); last come the table and split.MEASURED. Needs torch.
+Writes bench/results/gemm-CARD.json (into $OUT where that is set); last come the table and lines for cuts.csv. Needs torch.
 """
 
 import argparse
@@ -161,17 +161,17 @@ def main():
             print(table[-1])
         ranking = {cuts.words(cut): times[cut] for cut in sorted(times, key=times.get)}
         results[-1]["cuts_at_16_rows_dependent_us"] = ranking
-        print(f"  {len(times)} cuts; MEASURED or rule: {times.get(own, 0):.2f} us {cuts.words(own)}")
+        print(f"  {len(times)} cuts; cuts.csv or rule: {times.get(own, 0):.2f} us {cuts.words(own)}")
         print("\n".join(f"  {us:8.2f} us {what}" for what, us in list(ranking.items())[:5]), flush=True)
     name = re.sub(r"\W+", "-", bench.name).strip("-").lower()
     out = record.write(f"gemm-{name}", {"results": results}, card=bench.name, copy_gb_s=copy)
     worst = max(result["error_over_terms"] for result in results)
     print(f"\n{bench.name}, copy {copy:.0f} GB/s; worst error {worst:.2e} of sum|terms|, output bf16; {out}")
     print("\n".join(table))
-    print("\nMEASURED = {")
+    print("\nfor kernels/gpu/cuts.csv:")
+    source = bench.name, record.commit_of_run(), f"bench/results/{out.name}"
     for shape, times in found.items():
-        print(cuts.entry(*shape, sms, min(times, key=times.get)))
-    print("}")
+        print(cuts.line(*shape, sms, min(times, key=times.get), *source))
 
 
 if __name__ == "__main__":
