@@ -20,14 +20,11 @@ import cuts
 import record
 import torch
 from minidflash.kernels.gpu import fast, split
+from minidflash.kernels.sizes import SIZES
 from over_torch import Backend, copy_gb_s, timed
 
-SHAPES = [
-    (6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (151936, 4096), (4096, 20480), (10240, 4096),
-    (6144, 2560), (2560, 4096), (19456, 2560), (2560, 9728), (2560, 12800),
-    (10240, 2560), (28672, 4096), (4096, 14336),
-    (960, 576), (576, 576), (3072, 576), (576, 1536), (49152, 576), (1536, 576), (576, 2304),
-]  # fmt: skip
+# Of all models but the benches' toy, each once.
+SHAPES = list(dict.fromkeys(s for name, m in SIZES.items() if name != "toy" for s in m.products.values()))
 ROTATED = 300e6  # bytes of different weights between two uses of the same
 COUNTERS = 4096
 

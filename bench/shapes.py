@@ -7,21 +7,14 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from minidflash.kernels.sizes import SIZES
 from minidflash.weights import names
 
 from minidflash.config import DrafterConfig, ModelConfig
 from minidflash.engine import Engine, build
 from minidflash.rope import Rope
 
-# name: target (family, width, layers, heads, kv heads, head size, ffn, vocab, tied, theta), drafter (layers, heads, kv
-# heads, head size, ffn, taps). Source: models.md 9, dflash.md 2.2.
-SHAPES = {
-    "qwen3-8b": (("qwen3", 4096, 36, 32, 8, 128, 12288, 151936, False, 1e6), (5, 32, 8, 128, 12288, (1, 9, 17, 25, 33))),
-    "qwen3-4b": (("qwen3", 2560, 36, 32, 8, 128, 9728, 151936, True, 1e6), (5, 32, 8, 128, 9728, (1, 9, 17, 25, 33))),
-    "llama-3.1-8b": (("llama", 4096, 32, 32, 8, 128, 14336, 128256, False, 5e5), (5, 32, 8, 128, 12288, (1, 8, 15, 22, 29))),
-    "smollm2-135m": (("llama", 576, 30, 9, 3, 64, 1536, 49152, True, 1e5), (5, 9, 3, 64, 1536, (1, 8, 14, 20, 27))),
-    "toy": (("qwen3", 256, 4, 8, 2, 64, 512, 1000, False, 1e6), (2, 8, 2, 64, 512, (1, 2))),
-}  # fmt: skip
+SHAPES = [name for name, sizes in SIZES.items() if not sizes.E]  # those that an engine can be built of
 
 
 class RandomTensor:
@@ -53,19 +46,17 @@ class RandomTensor:
 
 def configs(shape, positions):
     """(ModelConfig, DrafterConfig) of a named shape."""
-    (
-        (family, width, layers, heads, kv, size, ffn, vocab, tied, theta),
-        (d_layers, d_heads, d_kv, d_size, d_ffn, taps),
-    ) = SHAPES[shape]
+    m = SIZES[shape]
+    d = m.drafter
     target = ModelConfig(
-        family=family, width=width, layers=layers, heads=heads, kv_heads=kv, head_size=size, ffn=ffn, vocab=vocab,
-        eps=1e-6, rope=Rope(theta), tied=tied, qk_norm=family == "qwen3", attention_bias=False, windows=(0,) * layers,
+        family=m.family, width=m.D, layers=m.layers, heads=m.H, kv_heads=m.G, head_size=m.K, ffn=m.F, vocab=m.V,
+        eps=1e-6, rope=Rope(m.theta), tied=m.tied, qk_norm=m.family == "qwen3", attention_bias=m.bias, windows=m.windows,
         max_positions=positions, stop_ids=(), bos_id=None, dtype="bfloat16",
     )  # fmt: skip
     drafter = DrafterConfig(
-        width=width, layers=d_layers, heads=d_heads, kv_heads=d_kv, head_size=d_size, ffn=d_ffn, eps=1e-6,
-        rope=Rope(theta), attention_bias=False, windows=(0,) * d_layers, causal=(False,) * d_layers, block=16,
-        mask_id=vocab - 1, taps=taps, vocab=vocab, target_layers=layers, max_positions=positions,
+        width=m.D, layers=d.layers, heads=d.H, kv_heads=d.G, head_size=d.K, ffn=d.F, eps=1e-6, rope=Rope(m.theta),
+        attention_bias=m.bias, windows=(0,) * d.layers, causal=(False,) * d.layers, block=16, mask_id=m.V - 1,
+        taps=d.taps, vocab=m.V, target_layers=m.layers, max_positions=positions,
     )  # fmt: skip
     return target, drafter
 
