@@ -7,6 +7,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from minidflash.kernels.sizes import SIZES
 from minidflash.weights import names
 
 from minidflash.engine import Engine, build
@@ -14,15 +15,7 @@ from minidflash.fit import positions_of
 from minidflash.rope import Rope, rope_tables
 from minidflash.stack import DrafterConfig, Layer, ModelConfig
 
-# name: target (family, width, layers, heads, kv heads, head size, ffn, vocab, tied, theta), drafter (layers, heads, kv
-# heads, head size, ffn, taps). Source: models.md 9, dflash.md 2.2.
-SHAPES = {
-    "qwen3-8b": (("qwen3", 4096, 36, 32, 8, 128, 12288, 151936, False, 1e6), (5, 32, 8, 128, 12288, (1, 9, 17, 25, 33))),
-    "qwen3-4b": (("qwen3", 2560, 36, 32, 8, 128, 9728, 151936, True, 1e6), (5, 32, 8, 128, 9728, (1, 9, 17, 25, 33))),
-    "llama-3.1-8b": (("llama", 4096, 32, 32, 8, 128, 14336, 128256, False, 5e5), (5, 32, 8, 128, 12288, (1, 8, 15, 22, 29))),
-    "smollm2-135m": (("llama", 576, 30, 9, 3, 64, 1536, 49152, True, 1e5), (5, 9, 3, 64, 1536, (1, 8, 14, 20, 27))),
-    "toy": (("qwen3", 256, 4, 8, 2, 64, 512, 1000, False, 1e6), (2, 8, 2, 64, 512, (1, 2))),
-}  # fmt: skip
+SHAPES = [name for name, sizes in SIZES.items() if not sizes.E]  # those that an engine can be built of
 
 
 class RandomTensor:
@@ -54,24 +47,19 @@ class RandomTensor:
 
 def configs(shape, positions):
     """(ModelConfig, DrafterConfig) of a named shape."""
-    (
-        (family, width, layers, heads, kv, size, ffn, vocab, tied, theta),
-        (d_layers, d_heads, d_kv, d_size, d_ffn, taps),
-    ) = SHAPES[shape]
-    own = Layer(heads, kv, size, ffn, scale=size**-0.5, qk_norm=family == "qwen3")
-    drafting = Layer(d_heads, d_kv, d_size, d_ffn, causal=False, scale=d_size**-0.5, qk_norm=True)
-    shared = {
-        "width": width,
-        "ropes": (Rope(theta),),
-        "eps": 1e-6,
-        "vocab": vocab,
-        "max_positions": positions,
-    }
+    m = SIZES[shape]
+    d = m.drafter
+    own = [
+        Layer(m.H, m.G, m.K, m.F, window=window, scale=m.K**-0.5, qk_norm=m.family == "qwen3", attention_bias=m.bias)
+        for window in m.windows
+    ]
+    drafting = Layer(d.H, d.G, d.K, d.F, causal=False, scale=d.K**-0.5, qk_norm=True, attention_bias=m.bias)
+    shared = {"width": m.D, "ropes": (Rope(m.theta),), "eps": 1e-6, "vocab": m.V, "max_positions": positions}
     target = ModelConfig(
-        layers=(own,) * layers, family=family, tied=tied, stop_ids=(), bos_id=None, dtype="bfloat16", **shared
+        layers=tuple(own), family=m.family, tied=m.tied, stop_ids=(), bos_id=None, dtype="bfloat16", **shared
     )
     drafter = DrafterConfig(
-        layers=(drafting,) * d_layers, block=16, mask_id=vocab - 1, taps=taps, target_layers=layers, **shared
+        layers=(drafting,) * d.layers, block=16, mask_id=m.V - 1, taps=d.taps, target_layers=m.layers, **shared
     )
     return target, drafter
 
