@@ -98,7 +98,12 @@ def _verify(parser):
 
 
 def _kernels(parser):
-    parser.add_argument("name", metavar="NAME", nargs="?", help="explain this kernel")
+    parser.add_argument(
+        "name", metavar="NAME", nargs="?", help="explain this kernel, and name the code that computes it"
+    )
+    parser.add_argument(
+        "--source", action="store_true", help="print that code instead: the last step's files"
+    )
     parser.add_argument("--bench", action="store_true", help="time it (all without NAME) against a copy")
     parser.add_argument(
         "--shape", metavar="S", default="smollm2-135m", help="model whose sizes are timed (%(default)s)"
