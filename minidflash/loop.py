@@ -89,7 +89,8 @@ def sample_rounds(engine, s, request, timing, number, first):
 
     Returns why the sample ended; None at a stop string.
     """
-    ops, texts, is_scored = engine.ops, RoundText(engine.tokenizer, request.stop), request.sampling.logprobs
+    ops, is_scored = engine.ops, request.sampling.logprobs
+    texts = RoundText(engine.tokenizer, request.stop, request.ids, request.raw)
     begin(engine, s, request, number, first)
     record = ops.download(s.record)[0]
     why = int(record[2])
