@@ -108,7 +108,7 @@ def sample_rounds(engine, s, request, timing, number, first):
 
     Returns why the sample ended; None at a stop string.
     """
-    texts = RoundText(engine.tokenizer, request.stop)
+    texts = RoundText(engine.tokenizer, request.stop, request.ids, request.raw)
     begin(engine, s, request, number, first)
     record = Record.of(engine.ops.download(s.record)[0])
     reason = why_it_ends(engine, record.why)

@@ -268,6 +268,7 @@ def fake_hub(monkeypatch, tmp_path):
                 name = str(file.relative_to(remote))
                 wanted = any(fnmatch(name, pattern) for pattern in allow_patterns)
                 if wanted and not any(fnmatch(name, pattern) for pattern in ignore_patterns):
+                    (local / name).parent.mkdir(exist_ok=True)
                     (local / name).write_bytes(file.read_bytes())
         return str(local)
 
@@ -280,12 +281,19 @@ def test_a_hub_id_fetches_what_it_names_and_no_more(fake_hub, tmp_path):
     folder = build(tmp_path)[0]
     for file in folder.iterdir():
         (remote / file.name).write_bytes(file.read_bytes())
-    (remote / "stray.safetensors").write_bytes(b"x")
-    (remote / "original").mkdir()
-    (remote / "original" / SINGLE).write_bytes(b"x")
+    read = {"generation_config.json": "{}", "chat_template.jinja": "x", "special_tokens_map.json": "{}"}
+    for name, text in read.items():
+        (remote / name).write_text(text)
+    strays = ["stray.safetensors", "tekken.json", "README.md", "tokenizer.model", "other.jinja"]
+    folders = {"original": ["config.json", "dtypes.json", SINGLE], "metal": ["model.bin", SINGLE]}
+    strays += [f"{place}/{name}" for place, names in folders.items() for name in names]
+    for name in strays:
+        (remote / name).parent.mkdir(exist_ok=True)
+        (remote / name).write_bytes(b"x")
     checkpoint = open_checkpoint("owner/name", "target", revision="abc")
     assert checkpoint.folder == local and checkpoint.name == "owner/name" and len(checkpoint.tensors)
-    assert not (local / "stray.safetensors").exists()
+    fetched = {str(path.relative_to(local)) for path in local.rglob("*") if path.is_file()}
+    assert fetched == {file.name for file in folder.iterdir()} | set(read)
     assert {call[:3] for call in calls} == {("owner/name", "abc", False)}
     names = {name: "odd shard" for name in checkpoint.tensors}
     (remote / SINGLE).rename(remote / "odd shard")
@@ -295,6 +303,9 @@ def test_a_hub_id_fetches_what_it_names_and_no_more(fake_hub, tmp_path):
     calls.clear()
     open_checkpoint("owner/name", "target", offline=True)
     assert calls and all(call[2] for call in calls)  # the client is told to look at what is there
+    (remote / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, f"original/{SINGLE}")}))
+    fails("owner/name", "need a file name in this folder")
+    assert not (local / "original").exists()
 
 
 def test_hub_failures_are_one_line_each(monkeypatch):

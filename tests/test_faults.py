@@ -62,6 +62,7 @@ errors are one line
 interrupts leave the engine usable
 an engine runs one text at a time
 streamed text is the whole text
+text of a model with channels is the final one's
 chat templates
 a loop that is wrong is noticed under MINIDFLASH_CHECK
 auto costs little where drafting does not pay
