@@ -50,7 +50,16 @@ def configs(shape, positions):
     m = SIZES[shape]
     d = m.drafter
     own = [
-        Layer(m.H, m.G, m.K, m.F, window=window, scale=m.K**-0.5, qk_norm=m.family == "qwen3", attention_bias=m.bias)
+        Layer(
+            m.H,
+            m.G,
+            m.K,
+            m.F,
+            window=window,
+            scale=m.K**-0.5,
+            qk_norm=m.family == "qwen3",
+            attention_bias=m.bias,
+        )
         for window in m.windows
     ]
     drafting = Layer(d.H, d.G, d.K, d.F, causal=False, scale=d.K**-0.5, qk_norm=True, attention_bias=m.bias)
@@ -59,7 +68,12 @@ def configs(shape, positions):
         layers=tuple(own), family=m.family, tied=m.tied, stop_ids=(), bos_id=None, dtype="bfloat16", **shared
     )
     drafter = DrafterConfig(
-        layers=(drafting,) * d.layers, block=16, mask_id=m.V - 1, taps=d.taps, target_layers=m.layers, **shared
+        layers=(drafting,) * d.layers,
+        block=16,
+        mask_id=m.V - 1,
+        taps=d.taps,
+        target_layers=m.layers,
+        **shared,
     )
     return target, drafter
 

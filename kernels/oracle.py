@@ -401,4 +401,4 @@ def accept(drafts, choice, stop, start, anchor, fresh, left, done, record, kept)
         kept[n] = emitted
 
 
-from .oracle_moe import experts_down, experts_up, mxfp4, route  # noqa: E402, F401 it needs the equations above
+from .oracle_moe import experts_down, experts_up, mxfp4, route  # noqa: F401 it needs the equations above
