@@ -27,6 +27,11 @@ _FILES = {
 }  # fmt: skip
 
 
+def function_of(name):
+    """The function of kernels/cpu that computes a row."""
+    return getattr(import_module(f".{_FILES.get(name, name)}", __package__), name)
+
+
 def _locked(function, backend):
     def call(*args):
         with _LOCK:
@@ -74,8 +79,7 @@ class NumbaBackend(HostBackend):
         self.none_a = np.zeros((0, 0), self.array(0, "A").dtype)
         self.ones = np.ones(CHUNK, np.float32)
         for name in ROWS:
-            file = import_module(f".{_FILES.get(name, name)}", __package__)
-            setattr(self, name, _locked(getattr(file, name), self))
+            setattr(self, name, _locked(function_of(name), self))
 
     # An absent argument is an empty array, so that a kernel is compiled for one set of types only.
     def f(self, value):
