@@ -36,10 +36,25 @@ def mlp(ops, stack, layer, w, rows, work, taps, tap_at):
     ops.linear_add(h, w["down"], None, tap_row, tap_at, rows.x, taps, work)
 
 
+def experts(ops, stack, layer, w, rows, work, taps, tap_at):
+    """x += what the chosen experts make of n(x), each by its share; and to the taps."""
+    e, r = layer.experts, rows.experts
+    h = wide(rows.h, e.used, layer.ffn_width)
+    ops.route(
+        rows.x, w["mlp_norm"], stack.eps, w["router"], w.get("router_bias"), int(e.normalise), rows.pos, r.touched,
+        work, r.u, r.expert, r.share, r.begin, r.order,
+    )  # fmt: skip
+    ops.experts_up(r.u, w["experts_up"], w.get("up_bias"), *r.groups, e.act, e.limit, e.alpha, work, h)
+    tap_row = rows.tap_row if taps is not None else None
+    ops.experts_down(
+        h, w["experts_down"], w.get("down_bias"), r.expert, r.share, r.begin, r.order, tap_row, tap_at, rows.x, taps, work
+    )  # fmt: skip
+
+
 def addressed_by_position(ops, s, layer, cache):
     """Commit of attention: nothing. Keys behind the committed rows are written over before a row sees them."""
 
 
-MIXERS, FFNS = {"attention": attention}, {"mlp": mlp}
+MIXERS, FFNS = {"attention": attention}, {"mlp": mlp, "experts": experts}
 # mixer -> how its cache becomes that behind the s.kept rows of the verify pass
 COMMITS = {"attention": addressed_by_position}
