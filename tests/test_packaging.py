@@ -142,7 +142,9 @@ SPECIAL_NAME = re.compile(r"(?i)^(\w+_)?((bos|eos|eot|pad|unk|mask|stop)(_token)
 SPECIAL_TEXT = re.compile(r"<\|\w+\|>")
 # A format is known by its marks, as a config by its keys; their ids are the tokenizer's.
 MARKS = {
-    "minidflash/channels.py": ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>"]
+    "minidflash/channels.py": {
+        f"<|{name}|>" for name in ["start", "channel", "message", "end", "return", "call"]
+    }
 }
 IN_CUDA = re.compile(r"(?i)\b\w*(bos|eos|eot|mask_token|mask|stop)(_token)?_id\w*\s*(=|==|!=)\s*-?\d")
 
