@@ -22,14 +22,14 @@ from .weight import TABLE as TABLE_ROLE
 
 TABLE = {
     "embed": "ids:i32[T] table:W[V,D] scale:f32 -> x:A[T,D]",
-    "qkv": "x:A[T,D] norm:f32[D] eps:f32 wq:W[H*K,D] wkv:W[2*G*K,D] q_bias:f32[H*K]? kv_bias:f32[2*G*K]? "
+    "qkv": "x:A[T,D] norm:f32[D]? eps:f32 wq:W[H*K,D] wkv:W[2*G*K,D] q_bias:f32[H*K]? kv_bias:f32[2*G*K]? "
     "q_norm:f32[K]? k_norm:f32[K]? cos:f32[P,J] sin:f32[P,J] slot:i32[T] pos:i32[T] at:i32[T] "
     "&cache_k:A[N,G,S,K] &cache_v:A[N,G,S,K] &work:f32[Z] -> q:A[T,H,K]",
     "attend": "q:A[T,H,K] cache_k:A[N,G,S,K] cache_v:A[N,G,S,K] slot:i32[T] pos:i32[T] begin:i32[T] "
     "end:i32[T] window:i32 causal:i32 scale:f32 &work:f32[Z] -> o:A[T,H,K]",
     "linear_add": "a:A[T,F] w:W[D,F] bias:f32[D]? tap_row:i32[T]? tap_at:i32 "
     "&x:A[T,D] &taps:A[R,C]? &work:f32[Z]",
-    "gate_up": "x:A[T,D] norm:f32[D] eps:f32 w:W[2*F,D] &work:f32[Z] -> h:A[T,F]",
+    "gate_up": "x:A[T,D] norm:f32[D]? eps:f32 w:W[2*F,D] &work:f32[Z] -> h:A[T,F]",
     "route": "x:A[T,D] norm:f32[D] eps:f32 w:W[E,D] bias:f32[E]? normalise:i32 pos:i32[T] &touched:i32[1] &work:f32[Z] -> "
     "u:A[T,D] expert:i32[T,U] share:f32[T,U] first:i32[E+1] order:i32[T*U]",
     "experts_up": "u:A[T,D] w:W[E,2*F,D] bias:f32[E,2*F]? expert:i32[T,U] first:i32[E+1] order:i32[T*U] act:i32 limit:f32 "
@@ -51,7 +51,7 @@ TABLE = {
     "ids:i32[T] slot:i32[T] pos:i32[T] at:i32[T] begin:i32[T] end:i32[T] row:i32[T]",
     "stage_context": "start:i32[N] &fresh:i32[N] -> slot:i32[T] pos:i32[T]",
     "accept": "drafts:i32[N,B] choice:i32[T] stop:i32[X] &start:i32[N] &anchor:i32[N] &fresh:i32[N] &left:i32[N] "
-    "&done:i32[N] -> record:i32[N,2*B+3]",
+    "&done:i32[N] -> record:i32[N,2*B+3] kept:i32[N]",
 }
 
 

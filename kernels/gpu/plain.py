@@ -34,9 +34,10 @@ def _blocks(backend, warps):
 
 
 def _norm(backend, x, pick, norm, eps, out, rows, source, target):
-    """out: `rows` normed rows of x (of x[pick]). source, target: types of x and out."""
+    """out: `rows` normed rows of x (of x[pick]); norm None: as they are. source, target: types of x and out."""
     defines = _types(backend, FROM=source, TO=target)
-    backend.launch("norm.cu", "normalise", rows, THREADS, 0, [x, pick, norm, eps, out, len(norm)], defines)
+    args = [x, pick, norm, eps, out, out.size // rows]
+    backend.launch("norm.cu", "normalise", rows, THREADS, 0, args, defines)
 
 
 def _linear(backend, w, x, kind, out, stride):
@@ -229,8 +230,8 @@ def stage_context(backend, start, fresh, slot, pos):
     _control(backend, "stage_context", len(start), args)
 
 
-def accept(backend, drafts, choice, stop, start, anchor, fresh, left, done, record):
-    args = [drafts, choice, stop, start, anchor, fresh, left, done, record]
+def accept(backend, drafts, choice, stop, start, anchor, fresh, left, done, record, kept):
+    args = [drafts, choice, stop, start, anchor, fresh, left, done, record, kept]
     args += [len(choice) // len(start), drafts.shape[1], len(stop)]
     _control(backend, "accept", len(start), args)
 
