@@ -98,7 +98,7 @@ class Bench(Backend):
         pack = self.device.function("pack.cu", "pack")
         stream = torch.cuda.current_stream().cuda_stream
         bottom = plain.data_ptr() + 16 * cols
-        args = [plain.data_ptr(), bottom, packed.data_ptr(), outputs, outputs - 8, 16, tiles, cols]
+        args = [plain.data_ptr(), bottom, packed.data_ptr(), outputs, outputs - 8, 16, tiles, cols, 0]
         self.device.launch(pack, -(-tiles * chunks * 32 // 256), 256, 0, args, stream=stream)
         tokens = self.tokens[: rows * cols].view(rows, cols)
         x = torch.zeros(rows * outputs, device="cuda", dtype=torch.bfloat16)

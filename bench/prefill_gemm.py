@@ -122,7 +122,7 @@ class Bench:
         plain = self.pool[: outputs * cols].view(outputs, cols)
         tiles, chunks = fast.tiles_of(outputs), -(-cols // 32)
         packed = torch.empty(tiles * chunks * 512, device="cuda", dtype=torch.bfloat16)
-        args = [Buffer(plain), Buffer(plain[8:]), Buffer(packed), outputs, outputs - 8, 16, tiles, cols]
+        args = [Buffer(plain), Buffer(plain[8:]), Buffer(packed), outputs, outputs - 8, 16, tiles, cols, 0]
         self.backend.launch("pack.cu", "pack", -(-tiles * chunks * 32 // 256), 256, 0, args)
         weight = Weight((outputs, cols), "bf16", "packed", (Buffer(packed),))
         y, alone = (torch.zeros(count, outputs, device="cuda") for count in (rows, 1))
