@@ -16,7 +16,7 @@ What a fast file offers is entered here; the backend (kernels/gpu/__init__.py) a
 `work` begins with COUNTERS f32 slots that are u32 counters: zero when allocated, left at zero by every kernel. What
 follows holds anything. backend.variants[row] says which variant ran last, "fast" or "plain".
 
-backend.launch(file, kernel, grid, block, shared, args, defines=None, cluster=1, cooperative=False, dependent=False)
+backend.launch(file, kernel, grid, block, shared, args, defines=None, cluster=1, dependent=False)
 takes arrays for pointers (a slice of an array is a shifted pointer) and numbers for scalars. While a graph is being
 prepared it only compiles and loads, so a row function must not depend on what kernels computed. backend.sms is the
 number of multiprocessors.
