@@ -1,11 +1,14 @@
-"""Loading: a sharded safetensors checkpoint of true Qwen3-8B shape from the page cache to packed device memory.
+"""Loading: a sharded safetensors checkpoint of true Qwen3-8B shape from the page cache to packed device
+memory.
 
-    python bench/load.py [--folder F] [--layers 36] [--pieces MB ...] [--threads N ...] [--buffers N ...] [--name load-h100]
+    python bench/load.py [--folder F] [--layers 36] [--pieces MB ...] [--threads N ...] [--buffers N ...]
+        [--name load-h100]
 
-In one call: the rate of pinned memory to the device; of threads that read the files into such buffers, without a device;
-of the engine's own path (engine.build: read, copy, pack, allocation of both sides included). Several pieces, threads or
-buffers: every combination is tried. One load comes before, in which kernels are compiled. With an H100 45 s at most, of which
-the files' writing takes 10. Writes bench/results/NAME.json, or into $OUT.
+In one call: the rate of pinned memory to the device; of threads that read the files into such buffers,
+without a device; of the engine's own path (engine.build: read, copy, pack,
+allocation of both sides included). Several pieces, threads or
+buffers: every combination is tried. One load comes before, in which kernels are compiled. With an H100 45 s
+at most, of which the files' writing takes 10. Writes bench/results/NAME.json, or into $OUT.
 """
 
 import argparse
@@ -41,7 +44,8 @@ POOL = 64 << 20  # random bytes that are written again and again
 
 
 def write_checkpoint(folder, config):
-    """Shards and index of a model of this shape, random bf16; the files are then in the page cache. Returns bytes."""
+    """Shards and index of a model of this shape, random bf16; the files are then in the page cache.
+    Returns bytes."""
     table = names.FAMILIES[config.family](config)
     shapes = dict(pair for parts in table.values() for pair in parts)
     shapes["lm_head.weight"] = (config.vocab, config.width)
@@ -99,7 +103,8 @@ def pinned_rate(device, size=256 << 20, repeat=9):
 
 
 def read_rate(tensors, threads, piece):
-    """Bytes a second of threads that read all tensors, each thread into a buffer of its own that is in memory."""
+    """Bytes a second of threads that read all tensors, each thread into a buffer of its own that is in
+    memory."""
     jobs = [(t, first) for t in tensors.values() for first in range(0, t.nbytes, piece)]
     buffers = [np.ones(piece, np.uint8) for _ in range(threads)]
 
@@ -115,7 +120,8 @@ def read_rate(tensors, threads, piece):
 
 
 def load_seconds(backend, config, tensors):
-    """Seconds of the engine's path, until the device is done. A new backend: each load pins memory of its own."""
+    """Seconds of the engine's path, until the device is done. A new backend:
+    each load pins memory of its own."""
     gc.collect()
     ops, bound = md.ops(backend), names.bind_target(config, tensors)
     since = time.perf_counter()
@@ -164,7 +170,8 @@ def main():
 
 
 def roomy(size=24 << 30):
-    """The folder of the host's memory where it holds the checkpoint, else None: the system's temporary folder."""
+    """The folder of the host's memory where it holds the checkpoint, else None:
+    the system's temporary folder."""
     memory = Path("/dev/shm")
     return memory if memory.is_dir() and shutil.disk_usage(memory).free > size else None
 

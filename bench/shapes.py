@@ -13,19 +13,24 @@ from minidflash.config import DrafterConfig, ModelConfig
 from minidflash.engine import Engine, build
 from minidflash.rope import Rope
 
-# name: target (family, width, layers, heads, kv heads, head size, ffn, vocab, tied, theta), drafter (layers, heads, kv
-# heads, head size, ffn, taps). Source: models.md 9, dflash.md 2.2.
+# name: target (family, width, layers, heads, kv heads, head size, ffn, vocab, tied, theta), drafter (layers,
+# heads, kv heads, head size, ffn, taps). Source: models.md 9, dflash.md 2.2.
 SHAPES = {
-    "qwen3-8b": (("qwen3", 4096, 36, 32, 8, 128, 12288, 151936, False, 1e6), (5, 32, 8, 128, 12288, (1, 9, 17, 25, 33))),
-    "qwen3-4b": (("qwen3", 2560, 36, 32, 8, 128, 9728, 151936, True, 1e6), (5, 32, 8, 128, 9728, (1, 9, 17, 25, 33))),
-    "llama-3.1-8b": (("llama", 4096, 32, 32, 8, 128, 14336, 128256, False, 5e5), (5, 32, 8, 128, 12288, (1, 8, 15, 22, 29))),
-    "smollm2-135m": (("llama", 576, 30, 9, 3, 64, 1536, 49152, True, 1e5), (5, 9, 3, 64, 1536, (1, 8, 14, 20, 27))),
+    "qwen3-8b": (("qwen3", 4096, 36, 32, 8, 128, 12288, 151936, False, 1e6),
+                 (5, 32, 8, 128, 12288, (1, 9, 17, 25, 33))),
+    "qwen3-4b": (("qwen3", 2560, 36, 32, 8, 128, 9728, 151936, True, 1e6),
+                 (5, 32, 8, 128, 9728, (1, 9, 17, 25, 33))),
+    "llama-3.1-8b": (("llama", 4096, 32, 32, 8, 128, 14336, 128256, False, 5e5),
+                     (5, 32, 8, 128, 12288, (1, 8, 15, 22, 29))),
+    "smollm2-135m": (("llama", 576, 30, 9, 3, 64, 1536, 49152, True, 1e5),
+                     (5, 9, 3, 64, 1536, (1, 8, 14, 20, 27))),
     "toy": (("qwen3", 256, 4, 8, 2, 64, 512, 1000, False, 1e6), (2, 8, 2, 64, 512, (1, 2))),
 }  # fmt: skip
 
 
 class RandomTensor:
-    """A checkpoint tensor made of random bf16, a view into one pool: dtype, shape, array, drop(), as the reader's."""
+    """A checkpoint tensor made of random bf16, a view into one pool:
+    dtype, shape, array, drop(), as the reader's."""
 
     dtype = "BF16"
     pool = None
@@ -58,9 +63,9 @@ def configs(shape, positions):
         (d_layers, d_heads, d_kv, d_size, d_ffn, taps),
     ) = SHAPES[shape]
     target = ModelConfig(
-        family=family, width=width, layers=layers, heads=heads, kv_heads=kv, head_size=size, ffn=ffn, vocab=vocab,
-        eps=1e-6, rope=Rope(theta), tied=tied, qk_norm=family == "qwen3", attention_bias=False, windows=(0,) * layers,
-        max_positions=positions, stop_ids=(), bos_id=None, dtype="bfloat16",
+        family=family, width=width, layers=layers, heads=heads, kv_heads=kv, head_size=size, ffn=ffn,
+        vocab=vocab, eps=1e-6, rope=Rope(theta), tied=tied, qk_norm=family == "qwen3", attention_bias=False,
+        windows=(0,) * layers, max_positions=positions, stop_ids=(), bos_id=None, dtype="bfloat16",
     )  # fmt: skip
     drafter = DrafterConfig(
         width=width, layers=d_layers, heads=d_heads, kv_heads=d_kv, head_size=d_size, ffn=d_ffn, eps=1e-6,
@@ -71,7 +76,8 @@ def configs(shape, positions):
 
 
 def random_engine(ops, shape, ctx, seed=0, chunk=None):
-    """An Engine of a named shape with random weights on the backend of `ops`. Returns (Engine, seconds of loading)."""
+    """An Engine of a named shape with random weights on the backend of `ops`.
+    Returns (Engine, seconds of loading)."""
     import time
 
     rng = np.random.default_rng(seed)

@@ -1,4 +1,5 @@
-"""What the backends on host memory share: NumPy arrays, and replay as a list of calls. Also the oracle backend."""
+"""What the backends on host memory share: NumPy arrays, and replay as a list of calls.
+Also the oracle backend."""
 
 import time
 
@@ -11,7 +12,8 @@ from .weight import Weight
 
 
 class HostBackend:
-    """Arrays in host memory. activations: "f32" or "bf16". key_cut: attention takes keys in pieces of so many."""
+    """Arrays in host memory. activations: "f32" or "bf16".
+    key_cut: attention takes keys in pieces of so many."""
 
     key_cut = 1
 

@@ -1,4 +1,5 @@
-"""A kernel of a .cu, compiled (compiler.py), loaded and launched. Nothing of CUDA is imported before it is needed.
+"""A kernel of a .cu, compiled (compiler.py), loaded and launched. Nothing of CUDA is imported before it is
+needed.
 
 CudaDevice and emulate.EmulatedDevice have one interface: a backend is written once over either.
 """
@@ -86,8 +87,8 @@ class CudaDevice:
         self.shared_limit = ask("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
         self._context = self.do(driver.cuDevicePrimaryCtxRetain(device))
         self.enter()
-        # One stream a GPU, whoever uses it: of two kernels side by side, each with blocks that wait for blocks of
-        # their own, none might end. Not the default stream: other libraries use that.
+        # One stream a GPU, whoever uses it: of two kernels side by side, each with blocks that wait for
+        # blocks of their own, none might end. Not the default stream: other libraries use that.
         with _STREAMS_LOCK:
             if (driver, index) not in _STREAMS:
                 _STREAMS[driver, index] = self.new_stream()
@@ -143,8 +144,8 @@ class CudaDevice:
         def ask(what):
             return self.do(driver.cuFuncGetAttribute(getattr(attribute, f"CU_FUNC_ATTRIBUTE_{what}"), handle))
 
-        # One division of L1 and shared memory for all: a multiprocessor changes it only when it is empty, which kept
-        # the next kernel's blocks waiting for the last one's.
+        # One division of L1 and shared memory for all: a multiprocessor changes it only when it is empty,
+        # which kept the next kernel's blocks waiting for the last one's.
         carveout = attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
         self.do(driver.cuFuncSetAttribute(handle, carveout, 100))
         function = CudaFunction(
@@ -161,9 +162,9 @@ class CudaDevice:
 
         grid, block, cluster: ints or tuples; the grid counts blocks, not clusters. shared: dynamic bytes a
         block. args: CuPy arrays or device addresses for pointers, numbers for scalars. dependent: may start
-        while the launch before it in the stream still runs; the kernel then calls griddep_wait. early: arrays of which it
-        reads before that what the launch before did not write; a matter of the emulator. stream: one other than
-        the device's own, as an int, a CuPy stream or anything with __cuda_stream__.
+        while the launch before it in the stream still runs; the kernel then calls griddep_wait. early: arrays
+        of which it reads before that what the launch before did not write; a matter of the emulator.
+        stream: one other than the device's own, as an int, a CuPy stream or anything with __cuda_stream__.
         Errors: UserError for the card's limits, TypeError for arguments, RuntimeError with the driver's code.
         """
         packed = source.pack(function.name, function.parameters, args, _address)
@@ -183,7 +184,8 @@ class CudaDevice:
             )
 
     def _config(self, function, grid, block, shared, cluster, cooperative, dependent, stream):
-        """What the driver is told of a launch, once; the same launch takes a third of the time from then on."""
+        """What the driver is told of a launch, once; the same launch takes a third of the time from then
+        on."""
         driver = self.driver
         grid, block, cluster = (
             source.extent(value, what)
@@ -214,7 +216,8 @@ class CudaDevice:
         function.opted_in = shared
 
     def holds(self, function, threads, shared, cluster=1):
-        """How many blocks of such a launch the card holds at once: what kernels may launch whose blocks wait for each other."""
+        """How many blocks of such a launch the card holds at once: what kernels may launch whose blocks wait
+        for each other."""
         key = threads, shared, cluster
         if key not in function.held:
             driver = self.driver

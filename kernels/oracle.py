@@ -1,13 +1,13 @@
 """The float64 truth of every row of the table, one row of activations at a time, slow and obvious.
 
-The first half are the plain equations (models.md); the second half are the rows of the table, which are compositions
-of them. A function takes a row's inputs in table order, changes the `&` ones in place and returns the outputs as
-float64 (ids as int32); `OracleBackend` rounds them once into the caller's buffers.
+The first half are the plain equations (models.md); the second half are the rows of the table, which are
+compositions of them. A function takes a row's inputs in table order, changes the `&` ones in place and
+returns the outputs as float64 (ids as int32); `OracleBackend` rounds them once into the caller's buffers.
 """
 
 import numpy as np
 
-# ---- plain equations -----------------------------------------------------------------------------------------
+# ---- plain equations ---------------------------------------------------------------------------------------
 
 
 def real(x):
@@ -45,7 +45,7 @@ def rmsnorm(x, w, eps):
 
 
 def rope(x, cos, sin):
-    """Rotate the pairs (j, j + J) of the first 2J components of each head; the rest passes. x: (H, K), cos: (J,)."""
+    """Rotate pairs (j, j + J) of each head's first 2J components; the rest passes. x: (H, K), cos: (J,)."""
     j = len(cos)
     a, b = x[:, :j], x[:, j : 2 * j]
     return np.concatenate([a * cos - b * sin, b * cos + a * sin, x[:, 2 * j :]], axis=1)
@@ -68,15 +68,15 @@ def silu(z):
 def key_range(pos, begin, end, window, causal):
     """First and one past the last key that a row sees (models.md 0 and 7.5). window 0 = no window.
 
-    begin: keys from here on are inside any window: the block's start in a drafter's causal sliding layer, where the
-    window bounds the context only; the row's own position everywhere else.
+    begin: keys from here on are inside any window: the block's start in a drafter's causal sliding layer,
+    where the window bounds the context only; the row's own position everywhere else.
     """
     first = min(begin, max(0, pos - window + 1)) if window else 0
     last = pos + 1 if causal else (min(end, pos + window) if window else end)
     return first, last
 
 
-# ---- rows of the table ---------------------------------------------------------------------------------------
+# ---- rows of the table -------------------------------------------------------------------------------------
 
 
 def embed(ids, table, scale):
@@ -111,7 +111,7 @@ def qkv(
 
 
 def attend(q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, work):
-    """o[t, h] = attention of query head h over the keys its row sees, GQA by consecutive heads. Returns (T, H, K)."""
+    """o[t, h] = attention of query head h over the keys its row sees, GQA by consecutive heads: (T, H, K)."""
     heads, (groups, room) = q.shape[1], cache_k.shape[1:3]
     o = np.zeros(q.shape)
     for t in range(len(q)):
@@ -144,7 +144,7 @@ def _swiglu(y):
 
 
 def head(x, pick, norm, eps, w, limit, ids, work):
-    """ids[r] = the smallest argmax of (W n(x[r]))[:limit] for every r in pick; -1 where one of them is not finite.
+    """ids[r] = the smallest argmax of (W n(x[r]))[:limit] for every r in pick; -1 where one is not finite.
 
     Compared as f32: NumPy adds up equal rows of W in different orders, and only rounded do they tie.
     """
@@ -158,10 +158,11 @@ GREEDY_BELOW = float(np.float32(1e-5))  # temperatures from 0 to here name the l
 
 
 def masses(logits, temperature, top_k, top_p, min_p):
-    """Integer mass of every id under the filtered law: round(2^43 p / p of the likeliest), 0 for what a filter drops.
+    """Integer mass of every id under the filtered law: round(2^43 p / p of the likeliest), 0 if dropped.
 
-    Filters in transformers' order; each keeps the first ids by falling logit, of equal ones the smallest id first.
-    top_k: so many (0: all). top_p: those before which less than this share of what top_k left has passed (1: all).
+    Filters in transformers' order; each keeps the first ids by falling logit,
+    of equal ones the smallest id first.
+    top_k: so many (0: all). top_p: those before which less than this share of what top_k left has passed.
     min_p: those with at least this share of the likeliest's probability. logits: (V,) float64, finite.
     """
     best = logits.max()
@@ -196,8 +197,8 @@ DRAW, DRAFT, ACCEPT, RESIDUAL = range(4)  # what a random number is for
 def law_of(x, norm, eps, w, limit, top_k, temperature, top_p, min_p):
     """(logits below the limit, masses of their filtered law) of a row of activations.
 
-    Temperatures below 1e-5 give all the mass to the smallest argmax. Where a logit is not finite there is no law: all the
-    mass is id 0's, and the logits are None. Logits are rounded to f32 first, as in head.
+    Temperatures below 1e-5 give all the mass to the smallest argmax. Where a logit is not finite there is no
+    law: all the mass is id 0's, and the logits are None. Logits are rounded to f32 first, as in head.
     """
     logits = linear(rmsnorm(real(x), norm, eps), matrix(w))[:limit].astype(np.float32).astype(np.float64)
     kept = np.zeros(limit, np.uint64)
@@ -209,10 +210,10 @@ def law_of(x, norm, eps, w, limit, top_k, temperature, top_p, min_p):
 
 
 def draw(kept, key, position, purpose):
-    """The first id, ids ascending, whose running sum of masses exceeds the random number, scaled to their sum.
+    """The first id, ids ascending, whose running sum of masses exceeds the random number times their sum.
 
-    key: seed (low, high word), number of the sample. The number is a function of the key, the position that the token
-    will have, and what it is for: not of the round that draws.
+    key: seed (low, high word), number of the sample. The number is a function of the key, the position that
+    the token will have, and what it is for: not of the round that draws.
     """
     through = np.cumsum(kept)
     drawn = random_bits(key, position, purpose) * int(through[-1]) >> 64
@@ -227,16 +228,17 @@ def random_bits(key, position, purpose):
 
 
 def log_probabilities(logits, kept, chosen):
-    """Of the chosen id, under the filtered law and the model's own (temperature 1, no filter, ids below the limit)."""
+    """Of the chosen id, under the filtered law and the model's own (temperature 1, ids below the limit)."""
     every = float(masses(logits, 1.0, 0, 1.0, 0.0).sum()) / MASS
     return np.log(float(kept[chosen]) / float(kept.sum())), logits[chosen] - logits.max() - np.log(every)
 
 
 def sample(x, pick, slot, pos, norm, eps, w, limit, key, law, ids, logprob, work):
-    """ids[r] = a draw from the filtered law of (W n(x[r]))[:limit]; of two laws its log-probability, where asked for.
+    """ids[r] = a draw from the filtered law of (W n(x[r]))[:limit];
+    of two laws its log-probability, where asked for.
 
-    key[n]: seed (low, high word), number of the sample, top_k. law[n]: temperature, top_p, min_p. A row with a logit
-    that is not finite gets id -1 and log-probabilities of -infinity.
+    key[n]: seed (low, high word), number of the sample, top_k. law[n]: temperature, top_p, min_p. A row with
+    a logit that is not finite gets id -1 and log-probabilities of -infinity.
     """
     for r in pick:
         if pos[r] >= 0:
@@ -248,7 +250,7 @@ def sample(x, pick, slot, pos, norm, eps, w, limit, key, law, ids, logprob, work
 
 
 def propose(x, pick, slot, pos, norm, eps, w, limit, key, law, ids, mass, work):
-    """As sample, for the drafter: a draft is for the row's own position, and random numbers are others than sample's.
+    """As sample, for the drafter: a draft is for the row's own position, by random numbers of its own.
 
     mass[r]: the integer masses of the law that ids[r] was drawn from, rounded to f32; 0 from the limit on.
     """
@@ -264,10 +266,11 @@ def propose(x, pick, slot, pos, norm, eps, w, limit, key, law, ids, mass, work):
 def reject(x, pos, norm, eps, w, limit, key, law, drafts, mass, ids, logprob, work):
     """ids[r] = the token after row r by rejection sampling: the draft that follows, or another in its place.
 
-    The rows of slot n are n * v .. n * v + v - 1. p: the filtered law of row r, as in sample. q: that of the draft
-    behind it, drafts[n, i + 1], whose masses are mass[n, i + 1]. The draft stays if u q(draft) < p(draft); else the id
-    is drawn from max(p - q, 0), from p where that is 0 everywhere. The last row of a slot draws from p. The ids up to the
-    first that is no draft have the law that p alone would give. Logits that are not finite: as in sample.
+    The rows of slot n are n * v .. n * v + v - 1. p: the filtered law of row r, as in sample. q: that of the
+    draft behind it, drafts[n, i + 1], whose masses are mass[n, i + 1]. The draft stays if u q(draft) <
+    p(draft); else the id is drawn from max(p - q, 0), from p where that is 0 everywhere. The last row of a
+    slot draws from p. The ids up to the first that is no draft have the law that p alone would give.
+    Logits that are not finite: as in sample.
     Source: Leviathan et al. 2023.
     """
     width = len(x) // len(key)
@@ -324,7 +327,7 @@ def inject(f, wkv, kv_bias, k_norm, eps, cos, sin, slot, pos, at, cache_k, cache
 
 
 def stage(anchor, start, fresh, done, fill, ids, slot, pos, at, begin, end, row):
-    """Rows of one pass of width w = T/N: ids = [anchor, fill[1..w-1]] at start..start+w-1; done slots get pos -1.
+    """Rows of a pass of width w = T/N: ids = [anchor, fill[1..w-1]] at start..start+w-1; pos -1 if done.
 
     A fill of -1, which a drafter whose logits are not finite leaves, becomes id 0: any draft will do.
     begin, end: the block's first position and one past its last; row: where the row's taps go,
@@ -344,7 +347,7 @@ def stage(anchor, start, fresh, done, fill, ids, slot, pos, at, begin, end, row)
 
 
 def stage_context(start, fresh, slot, pos):
-    """Rows of the context features that wait: slot n, positions start-fresh .. start-1, then inactive rows. fresh becomes 0."""
+    """Rows of context features that wait: positions start-fresh .. start-1, then -1. fresh becomes 0."""
     width = len(slot) // len(start)
     for n in range(len(start)):
         for i in range(width):
@@ -359,10 +362,11 @@ STOPPED, OUT_OF_BUDGET, NOT_FINITE = 1, 2, 3  # record[:, 2]; 0 while the slot r
 def accept(drafts, choice, stop, start, anchor, fresh, left, done, record):
     """Accept, commit, stop, next anchor, for every slot (models.md 7.4).
 
-    choice[n*v + i]: the target's token after row i. The longest prefix with drafts[i+1] == choice[i] is kept, then
-    the target's own token; the sum is cut at the budget, after the first stop id and before the first choice of -1 (the
-    target's logits are not finite). record: tokens committed, drafts kept before the cuts, why it ended, B tokens, then
-    the B drafts that were looked at (column 0 is -1): all that the host reads of a round.
+    choice[n*v + i]: the target's token after row i. The longest prefix with drafts[i+1] == choice[i] is kept,
+    then the target's own token; the sum is cut at the budget, after the first stop id and before the first
+    choice of -1 (the target's logits are not finite). record: tokens committed, drafts kept before the cuts,
+    why it ended, B tokens, then the B drafts that were looked at (column 0 is -1):
+    all that the host reads of a round.
     """
     width = len(choice) // len(start)
     for n in range(len(start)):

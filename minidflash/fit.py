@@ -1,4 +1,5 @@
-"""How much memory a pair needs, before a weight is read: the run's own allocation, with buffers that only count."""
+"""How much memory a pair needs, before a weight is read: the run's own allocation,
+with buffers that only count."""
 
 import os
 
@@ -11,7 +12,8 @@ FILLED = 0.95  # of a GPU's free memory: the rest is for kernels, the driver and
 
 
 class Counting:
-    """An Ops whose arrays have a shape and a size but take no memory. ops: whose storage types and workspace rule."""
+    """An Ops whose arrays have a shape and a size but take no memory.
+    ops: whose storage types and workspace rule."""
 
     def __init__(self, ops):
         self.backend, self._types = (
@@ -29,8 +31,9 @@ class Counting:
 def needed(ops, target, drafter, ctx, block=None, chunk=256):
     """Bytes of what a run on `ops` holds besides weights.
 
-    target, drafter: configs (drafter None: plain decoding). ctx: positions. block: default what the drafter was
-    trained on. Returns {"target_cache", "drafter_cache", "workspace"}. Errors: none. Source: engine.md 5, F71.
+    target, drafter: configs (drafter None: plain decoding). ctx: positions. block: default what the drafter
+    was trained on. Returns {"target_cache", "drafter_cache", "workspace"}. Errors: none.
+    Source: engine.md 5, F71.
     """
     block = 1 if drafter is None else block or drafter.block
     drafter = None if block == 1 else drafter
@@ -38,7 +41,8 @@ def needed(ops, target, drafter, ctx, block=None, chunk=256):
 
 
 def weight_bytes(bound):
-    """Bytes of bound checkpoint tensors as `engine.build` keeps them: matrices as stored, vectors and F16 in f32."""
+    """Bytes of bound checkpoint tensors as `engine.build` keeps them:
+    matrices as stored, vectors and F16 in f32."""
     total = 0
     for parts in bound.values():
         is_half = len(parts[0].shape) == 2 and all(part.dtype == "BF16" for part in parts)
@@ -49,8 +53,9 @@ def weight_bytes(bound):
 def fitting_context(ops, target, drafter, limit, weights, chunk=256):
     """The longest context that memory holds: `limit`, halved until the buffers fit beside the weights.
 
-    limit: positions the target allows. chunk: prompt tokens in one pass, never more than the context. weights:
-    their bytes. Keeps a tenth of the free memory for others; goes no lower than 512 positions. Returns positions.
+    limit: positions the target allows. chunk: prompt tokens in one pass, never more than the context.
+    weights: their bytes. Keeps a tenth of the free memory for others; goes no lower than 512 positions.
+    Returns positions.
     Errors: none. Source: engine.md 5 (`--ctx`), F71.
     """
     free = getattr(ops.backend, "free_memory", free_memory)()
@@ -65,8 +70,8 @@ def fitting_context(ops, target, drafter, limit, weights, chunk=256):
 def check_fit(ops, target, drafter, ctx, weights, chunk=256):
     """Refuse a context that a GPU's memory does not hold, before a weight is read.
 
-    Arguments as `fitting_context`. The host is not asked: it may swap, and says itself when it cannot. Errors:
-    UserError, code 3, with the context that fits. Source: engine.md 5 (`--ctx`).
+    Arguments as `fitting_context`. The host is not asked: it may swap, and says itself when it cannot.
+    Errors: UserError, code 3, with the context that fits. Source: engine.md 5 (`--ctx`).
     """
     if not hasattr(ops.backend, "free_memory"):
         return
@@ -79,7 +84,8 @@ def check_fit(ops, target, drafter, ctx, weights, chunk=256):
         return
     one = (total(2048) - total(1024)) / 1024  # bytes of a position
     fits = int((free - total(1024)) / one + 1024) // 64 * 64
-    words = f"{ctx} positions need {total(ctx) / 1e9:.1f} GB with the weights, the GPU has {free / 1e9:.1f} GB for them"
+    need, have = f"{total(ctx) / 1e9:.1f} GB", f"{free / 1e9:.1f} GB"
+    words = f"{ctx} positions need {need} with the weights, the GPU has {have} for them"
     if fits < 64:
         raise UserError(words, "take a smaller model or another GPU, or use --backend numba", code=3)
     raise UserError(words, f"--ctx {fits} fits", code=3)

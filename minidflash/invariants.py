@@ -4,10 +4,11 @@ import numpy as np
 
 
 def check(engine, s, request, record, committed, injected):
-    """Invariants of engine.md 2, on the host, after a round. Errors: AssertionError naming the one that broke.
+    """Invariants of engine.md 2, on the host, after a round.
+    Errors: AssertionError naming the one that broke.
 
-    committed: tokens of the run so far, this round's included. injected: how many context features this round had to
-    inject; None for a round that lets them wait.
+    committed: tokens of the run so far, this round's included. injected: how many context features this round
+    had to inject; None for a round that lets them wait.
     """
     ops, vocab, emitted = engine.ops, engine.target.config.vocab, int(record[0])
     start, fresh, anchor = (int(ops.download(b)[0]) for b in (s.start, s.fresh, s.anchor))

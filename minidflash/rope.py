@@ -17,7 +17,8 @@ ROPE_KEYS = {
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary frequencies. theta: base. kind: default, llama3 or yarn; the fields after it are theirs (0: unset)."""
+    """Rotary frequencies. theta: base. kind: default, llama3 or yarn;
+    the fields after it are theirs (0: unset)."""
 
     theta: float
     kind: str = "default"

@@ -130,7 +130,8 @@ class RoundText:
         return ready
 
     def _is_kept(self, round):
-        """Whether no later cut can touch the round's tokens, nor the end of its text (a stop may begin inside a token)."""
+        """Whether no later cut can touch the round's tokens, nor the end of its text (a stop may begin inside
+        a token)."""
         tokens, chars = self._tokens_out + len(round.tokens), self._chars_out + len(round.text)
         return tokens <= self._stop.kept_tokens and chars <= self._stop.kept_chars
 

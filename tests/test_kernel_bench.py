@@ -1,4 +1,5 @@
-"""kernels --bench: rows are timed at true shapes, and the bytes that a share of the bandwidth is taken of are right."""
+"""kernels --bench: rows are timed at true shapes, and the bytes that a share of the bandwidth is taken of are
+right."""
 
 import pytest
 from minidflash.kernels import open_ops
@@ -10,8 +11,8 @@ from minidflash.cli.kernels_bench import SHAPES, arguments
 
 SMALL = {"D": 64, "H": 4, "G": 2, "K": 16, "F": 96, "V": 208, "L": 2, "taps": 3}
 
-PRODUCTS = ("qkv", "attend", "linear_add", "gate_up", "head", "sample", "propose", "reject", "head_logits", "fuse",
-            "inject")  # fmt: skip
+PRODUCTS = ("qkv", "attend", "linear_add", "gate_up", "head", "sample", "propose", "reject", "head_logits",
+            "fuse", "inject")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ROWS)

@@ -1,4 +1,5 @@
-"""The way from the command line to a kernel: as README tells it, as `minidflash kernels` prints it, as the code goes."""
+"""The way from the command line to a kernel: as README tells it, as `minidflash kernels` prints it,
+as the code goes."""
 
 import ast
 import re
@@ -78,9 +79,8 @@ def test_the_readme_and_the_command_tell_the_same_last_hops(mdf):
 
 def test_backends_call_what_the_ladder_names():
     """Between Ops and the functions lie a lookup and, on a GPU, the methods that the ladder names."""
-    assert "getattr(self.backend, name)" in [
-        ast.unparse(node) for node in ast.walk(ast.parse((ROOT / "kernels/ops.py").read_text())) if isinstance(node, ast.Call)
-    ]  # fmt: skip
+    looked_up = ast.walk(ast.parse((ROOT / "kernels/ops.py").read_text()))
+    assert "getattr(self.backend, name)" in [ast.unparse(n) for n in looked_up if isinstance(n, ast.Call)]
     backend = open_ops("numba", threads=1).backend
     recorder = Recorder("bf16")
     for name in ROWS:

@@ -1,7 +1,8 @@
-"""The Numba backend: one file a row of the table (the integer rows share control.py), bf16 or f32 weights, f32 sums.
+"""The Numba backend: one file a row of the table (the integer rows share control.py), bf16 or f32 weights,
+f32 sums.
 
-Kernels of one process run one at a time (`_LOCK`): Numba's default threading layer aborts when two Python threads
-enter it at once, and two engines on the same cores would not gain anyway.
+Kernels of one process run one at a time (`_LOCK`): Numba's default threading layer aborts when two Python
+threads enter it at once, and two engines on the same cores would not gain anyway.
 """
 
 import threading
@@ -21,7 +22,8 @@ from .attend import CHUNK
 
 _LOCK = threading.Lock()
 _FILES = {
-    "stage": "control", "stage_context": "control", "accept": "control", "propose": "sample", "reject": "sample",
+    "stage": "control", "stage_context": "control", "accept": "control", "propose": "sample",
+    "reject": "sample",
 }  # fmt: skip
 
 
@@ -89,7 +91,8 @@ class NumbaBackend(HostBackend):
         return self.none_a if value is None else value
 
     def weight(self, parts, role=""):
-        """Packed `Weight` [rows/16][cols][16] from checkpoint tensors stacked along rows, read once from the file."""
+        """Packed `Weight` [rows/16][cols][16] from checkpoint tensors stacked along rows,
+        read once from the file."""
         arrays = [widen(p).reshape(len(p.array), -1) for p in parts]
         rows, cols = sum(len(a) for a in arrays), arrays[0].shape[1]
         dtype = np.uint16 if all(a.dtype == np.uint16 for a in arrays) else np.float32

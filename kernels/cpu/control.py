@@ -1,4 +1,5 @@
-"""stage, stage_context, accept: the integers of a round. The oracle's functions say the rule; these are compiled."""
+"""stage, stage_context, accept: the integers of a round. The oracle's functions say the rule;
+these are compiled."""
 
 from .jit import jit
 

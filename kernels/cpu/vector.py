@@ -1,7 +1,8 @@
 """Explicit 16-lane vectors for Numba, written as LLVM IR: what the auto-vectoriser may not reorder.
 
-An array argument goes in as (array, index of its first element); bf16 is uint16 bits and is widened on load. Sums
-use fused multiply-add in a fixed order that depends on the length alone, so a row's bits never depend on other rows.
+An array argument goes in as (array, index of its first element); bf16 is uint16 bits and is widened on load.
+Sums use fused multiply-add in a fixed order that depends on the length alone,
+so a row's bits never depend on other rows.
 """
 
 from llvmlite import ir
@@ -14,8 +15,8 @@ F32, I16, I32, I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(
 VF, VI, VH = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES), ir.VectorType(I16, LANES)
 ZERO = ir.Constant(VF, [0.0] * LANES)
 NO_VECTOR = ir.Constant(VF, ir.Undefined)
-# Bytes of weights to ask for ahead. Measured on 2 cores, 16 rows, 57 MB of bf16: 263 GFLOP/s without, 305 at 512,
-# 355 at 1024, 419 at 2048, 470 at 4096, 473 at 8192; one row is not slower.
+# Bytes of weights to ask for ahead. Measured on 2 cores, 16 rows, 57 MB of bf16: 263 GFLOP/s without, 305 at
+# 512, 355 at 1024, 419 at 2048, 470 at 4096, 473 at 8192; one row is not slower.
 PREFETCH = 4096
 
 
@@ -46,7 +47,8 @@ def _load(builder, kind, pointer, vector):
 
 
 def _prefetch(builder, kind, pointer):
-    """Ask for what the loop reads PREFETCH bytes later: at 16 rows it is too slow for the hardware to run ahead."""
+    """Ask for what the loop reads PREFETCH bytes later: at 16 rows it is too slow for the hardware to run
+    ahead."""
     byte = ir.IntType(8).as_pointer()
     ask = cgutils.get_or_insert_function(
         builder.module, ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32]), "llvm.prefetch.p0"
@@ -77,7 +79,8 @@ def _fold(builder, vector, combine):
 
 
 def _loop(builder, count, step, carried, body):
-    """for k in range(0, count, step) while k + step <= count, carrying values; returns them after the loop."""
+    """for k in range(0, count, step) while k + step <= count, carrying values;
+    returns them after the loop."""
     head, inside, after = (builder.append_basic_block(n) for n in ("head", "inside", "after"))
     before = builder.block
     builder.branch(head)
@@ -102,7 +105,8 @@ def make_tile_dot(tokens, tiles):
     """out[m][tile][lane] = sum_k w[tile][k][lane] * x[k][m], k ascending, one fused multiply-add a term.
 
     tokens, tiles: how many accumulators of 16 lanes live in registers. Arguments of what is returned:
-    (w, w_at, tile_stride, step, x, x_at, count, out, out_at, out_stride); step: elements from one k to the next.
+    (w, w_at, tile_stride, step, x, x_at, count, out, out_at, out_stride);
+    step: elements from one k to the next.
     """
 
     @intrinsic
@@ -183,7 +187,8 @@ def row_dot(typingctx, a, a_at, b, b_at, count):
 
 @intrinsic
 def row_max(typingctx, a, a_at, count):
-    """Largest of count f32 values; -3.4e38 when there are none. A NaN is passed over (it shows in the sum)."""
+    """Largest of count f32 values; -3.4e38 when there are none. A NaN is passed over (it shows in the
+    sum)."""
 
     def codegen(context, builder, signature, args):
         a, a_at, count = args

@@ -1,7 +1,8 @@
 /* stage, stage_context, accept: the integers of a round, a block a slot.
  * Grid:   one block a slot, 32 threads.
  * Moves:  a few hundred bytes; bound by latency, so lanes look at the block's slots side by side.
- * Source: models.md 7.4, engine.md 2. Truth: oracle.py stage, stage_context, accept. */
+ * Source: models.md 7.4, engine.md 2.
+ * Truth:  oracle.py stage, stage_context, accept. */
 #include "sm90.cuh"
 
 constexpr int STOPPED = 1, OUT_OF_BUDGET = 2, NOT_FINITE = 3;

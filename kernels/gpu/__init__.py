@@ -1,6 +1,8 @@
-"""The backends over .cu kernels: `emulate` on NumPy arrays here, `cuda` on CuPy arrays in cuda.py. One class over both devices.
+"""The backends over .cu kernels: `emulate` on NumPy arrays here, `cuda` on CuPy arrays in cuda.py.
+One class over both devices.
 
-A row asks the fast variants first (fast.py) and is launched by plain.py otherwise; `variants` says which ran last.
+A row asks the fast variants first (fast.py) and is launched by plain.py otherwise;
+`variants` says which ran last.
 """
 
 import os
@@ -23,8 +25,8 @@ from .attend_fast import LEAF
 class GpuBackend:
     """Rows of the table as launches on a device of launch.py or emulate.
 
-    activations: "f32" or "bf16". device: CudaDevice or EmulatedDevice. A subclass has `array`, `upload`, `download`,
-    `empty`, `load` and `compile`.
+    activations: "f32" or "bf16". device: CudaDevice or EmulatedDevice. A subclass has `array`, `upload`,
+    `download`, `empty`, `load` and `compile`.
     """
 
     counters = COUNTERS
@@ -91,7 +93,8 @@ def stacked_shape(parts):
 
 
 def as_stored(part, dtype):
-    """A checkpoint tensor as a contiguous (rows, cols) host array of u16 (bf16 bits) or f32; a view where it can be."""
+    """A checkpoint tensor as a contiguous (rows, cols) host array of u16 (bf16 bits) or f32;
+    a view where it can be."""
     array = widen(part)
     if array.dtype != dtype:
         array = (array.astype(np.uint32) << 16).view(np.float32)

@@ -1,25 +1,28 @@
-"""Fast variants of the rows: bf16 activations, bf16 weights packed in fragment order. The hook of the plain backend.
+"""Fast variants of the rows: bf16 activations, bf16 weights packed in fragment order.
+The hook of the plain backend.
 
 What a fast file offers is entered here; the backend (kernels/gpu/__init__.py) asks in this order:
 
 * `pack(backend, parts, role)` when a weight is made. `pack` returns
-  Weight(layout="packed") or None: then the weight stays plain, (rows, cols). It is only asked when activations are
-  bf16 and all parts are BF16. Inside, `backend.raw(parts)` is a device array u16 (rows, cols) with the parts stacked,
-  in a temporary that the next `raw` may reuse: the stream's order is enough, nothing waits. The packed array comes
-  from `backend.empty(shape, np.uint16)`; its first axis counts groups of 16 rows, so that Weight.slice works.
-* `FAST[row](backend, *args)` when a row is called, args in table order. It launches through `backend.launch` and
-  returns True, or returns None before any launch to decline; the plain variant then runs. It must decline weights
-  whose layout is plain. What it decides may depend on shapes, never on T alone: row r has the same bits for every T.
-* `work_size(backend, rows, cols, outputs)`: f32 that fast variants need in `work` behind the counters, for a product
-  of `rows` token rows with `cols` inputs and `outputs` outputs.
+  Weight(layout="packed") or None: then the weight stays plain, (rows, cols). It is only asked when
+  activations are bf16 and all parts are BF16. Inside, `backend.raw(parts)` is a device array u16 (rows, cols)
+  with the parts stacked, in a temporary that the next `raw` may reuse: the stream's order is enough, nothing
+  waits. The packed array comes from `backend.empty(shape, np.uint16)`;
+  its first axis counts groups of 16 rows, so that Weight.slice works.
+* `FAST[row](backend, *args)` when a row is called, args in table order. It launches through `backend.launch`
+  and returns True, or returns None before any launch to decline; the plain variant then runs. It must decline
+  weights whose layout is plain. What it decides may depend on shapes, never on T alone:
+  row r has the same bits for every T.
+* `work_size(backend, rows, cols, outputs)`: f32 that fast variants need in `work` behind the counters, for a
+  product of `rows` token rows with `cols` inputs and `outputs` outputs.
 
-`work` begins with COUNTERS f32 slots that are u32 counters: zero when allocated, left at zero by every kernel. What
-follows holds anything. backend.variants[row] says which variant ran last, "fast" or "plain".
+`work` begins with COUNTERS f32 slots that are u32 counters: zero when allocated, left at zero by every
+kernel. What follows holds anything. backend.variants[row] says which variant ran last, "fast" or "plain".
 
-backend.launch(file, kernel, grid, block, shared, args, defines=None, cluster=1, cooperative=False, dependent=False)
-takes arrays for pointers (a slice of an array is a shifted pointer) and numbers for scalars. While a graph is being
-prepared it only compiles and loads, so a row function must not depend on what kernels computed. backend.sms is the
-number of multiprocessors.
+backend.launch(file, kernel, grid, block, shared, args, defines=None, cluster=1, cooperative=False,
+dependent=False) takes arrays for pointers (a slice of an array is a shifted pointer) and numbers for scalars.
+While a graph is being prepared it only compiles and loads, so a row function must not depend on what kernels
+computed. backend.sms is the number of multiprocessors.
 """
 
 from dataclasses import replace
@@ -85,7 +88,8 @@ def defines_of(cut, token_tiles):
 def launch(backend, file, kernel, tiles, cut, cols, rows, args, is_normed=False, together=False):
     """One launch for each pass of rows. args: function of (slice of the rows, their number) -> the kernel's.
 
-    is_normed: the kernel norms its token rows. together: blocks wait for each other, so the card must hold all of them.
+    is_normed: the kernel norms its token rows. together: blocks wait for each other,
+    so the card must hold all of them.
     """
     for here, count in cut.passes(cols, rows, is_normed):
         token_tiles = cut.token_tiles(count)
@@ -122,20 +126,20 @@ def embed(backend, ids, table, scale, x):
     return True
 
 
-def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot, pos, at, cache_k, cache_v, work,
-        q):  # fmt: skip
+def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot, pos, at, cache_k,
+        cache_v, work, q):  # fmt: skip
     cols, (_, heads, size), (_, groups, cached, _) = wq.cols, q.shape, cache_k.shape
     if (wq.layout, wkv.layout) != ("packed", "packed") or not has_room(heads + 2 * groups, size):
         return None
-    # Its successor may start once all blocks of this kernel have seen their predecessor end: attend asks for older
-    # keys before its own wait, and those must be whole.
+    # Its successor may start once all blocks of this kernel have seen their predecessor end: attend asks for
+    # older keys before its own wait, and those must be whole.
     cut = replace(split.choose(wq.rows + wkv.rows, cols, backend.sms), early=False)
 
     def args(here, count):
         return [
-            wq.data, wkv.data, x[here], norm, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot[here], pos[here],
-            at[here], cache_k, cache_v, q[here], work, work[COUNTERS:], eps, count, cols, cut.slices, heads, groups, size,
-            cos.shape[1], cached,
+            wq.data, wkv.data, x[here], norm, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot[here],
+            pos[here], at[here], cache_k, cache_v, q[here], work, work[COUNTERS:], eps, count, cols,
+            cut.slices, heads, groups, size, cos.shape[1], cached,
         ]  # fmt: skip
 
     tiles = tiles_of(wq.rows) + tiles_of(wkv.rows)
@@ -158,8 +162,8 @@ def linear_add(backend, a, w, bias, tap_row, tap_at, x, taps, work):
 
     def args(here, count):
         return [
-            w.data, a[here], bias, rows_of(tap_row, here), x[here], taps, work, work[COUNTERS:], count, w.rows,
-            w.cols, cut.slices, tap_at, tap_cols,
+            w.data, a[here], bias, rows_of(tap_row, here), x[here], taps, work, work[COUNTERS:], count,
+            w.rows, w.cols, cut.slices, tap_at, tap_cols,
         ]  # fmt: skip
 
     return launch(backend, "linear_add_fast.cu", "linear_add_fast", tiles, cut, w.cols, len(a), args)
@@ -270,8 +274,9 @@ def inject(backend, f, wkv, kv_bias, k_norm, eps, cos, sin, slot, pos, at, cache
 
     def args(here, count):
         return [
-            wkv.data, f[here], kv_bias, k_norm, cos, sin, slot[here], pos[here], at[here], cache_k, cache_v, work,
-            work[COUNTERS:], eps, count, wkv.cols, cut.slices, layers, slots, groups, size, cos.shape[1], cached,
+            wkv.data, f[here], kv_bias, k_norm, cos, sin, slot[here], pos[here], at[here], cache_k, cache_v,
+            work, work[COUNTERS:], eps, count, wkv.cols, cut.slices, layers, slots, groups, size,
+            cos.shape[1], cached,
         ]  # fmt: skip
 
     return launch(backend, "inject_fast.cu", "inject_fast", tiles, cut, wkv.cols, len(f), args, together=True)

@@ -1,4 +1,5 @@
-"""`minidflash kernels --bench`: time, bytes and share of the copy bandwidth of one row or all, at a model's shapes."""
+"""`minidflash kernels --bench`: time, bytes and share of the copy bandwidth of one row or all,
+at a model's shapes."""
 
 import time
 from statistics import median
@@ -9,7 +10,8 @@ import numpy as np
 from ..errors import UserError
 from .terminal import write
 
-# Dims of the table for the shapes that can be asked for (models.md 9). S and Z follow from the rows and the context.
+# Dims of the table for the shapes that can be asked for (models.md 9).
+# S and Z follow from the rows and the context.
 SHAPES = {
     "smollm2-135m": {"D": 576, "H": 9, "G": 3, "K": 64, "F": 1536, "V": 49152, "L": 5, "taps": 5},
     "qwen3-4b": {"D": 2560, "H": 32, "G": 8, "K": 128, "F": 9728, "V": 151936, "L": 5, "taps": 5},
@@ -29,13 +31,15 @@ def bench_kernels(args):
         raise UserError(f"no shape {args.shape!r}", "there are: " + ", ".join(SHAPES))
     ops = open_ops(args.backend, args.activations)
     copy = copy_bandwidth(ops)
-    write(f"{ops.name}, {ops.activations}, shape {args.shape}, {args.rows} rows, context {args.context}; copy "
-          f"{copy / 1e9:.1f} GB/s\n\n| row | fused | MB | us | GB/s | of copy |\n|---|---|---|---|---|---|\n")  # fmt: skip
+    write(f"{ops.name}, {ops.activations}, shape {args.shape}, {args.rows} rows, context {args.context}; "
+          f"copy {copy / 1e9:.1f} GB/s\n\n| row | fused | MB | us | GB/s | of copy "
+          f"|\n|---|---|---|---|---|---|\n")  # fmt: skip
     for name in [args.name] if args.name else ROWS:
         moved, seconds, fused = measure(ops, name, SHAPES[args.shape], args.rows, args.context)
         rate = moved / seconds
         write(
-            f"| {name} | {fused} | {moved / 1e6:.2f} | {1e6 * seconds:.1f} | {rate / 1e9:.1f} | {rate / copy:.2f} |\n"
+            f"| {name} | {fused} | {moved / 1e6:.2f} | {1e6 * seconds:.1f} | {rate / 1e9:.1f} | "
+            f"{rate / copy:.2f} |\n"
         )
     return 0
 
@@ -91,7 +95,8 @@ def arguments(ops, row, shape, rows, context, like=None):
     from minidflash.kernels.table import role_of
 
     rng = np.random.default_rng(1)
-    sizes = shape | {"T": rows, "N": 1, "M": rows, "C": shape["taps"] * shape["D"], "S": context + max(rows, BLOCK), "R": BLOCK,
+    sizes = shape | {"T": rows, "N": 1, "M": rows, "C": shape["taps"] * shape["D"],
+                     "S": context + max(rows, BLOCK), "R": BLOCK,
                      "P": context + max(rows, BLOCK), "J": shape["K"] // 2, "B": BLOCK, "X": 1}  # fmt: skip
     widest = max(sizes["C"], sizes["F"])
     most = max(sizes["V"], 2 * sizes["F"], 2 * sizes["L"] * sizes["G"] * sizes["K"])
@@ -101,7 +106,8 @@ def arguments(ops, row, shape, rows, context, like=None):
     where = np.arange(sizes["T"]) + context
     values = {
         "eps": 1e-6, "scale": shape["K"] ** -0.5, "window": 0, "causal": 1, "limit": sizes["V"], "tap_at": 0,
-        "ids": where % sizes["V"], "pos": where, "at": where, "begin": where, "end": where + 1, "tap_row": np.arange(rows) % BLOCK,
+        "ids": where % sizes["V"], "pos": where, "at": where, "begin": where, "end": where + 1,
+        "tap_row": np.arange(rows) % BLOCK,
         "pick": np.arange(rows), "left": 1000, "start": context, "stop": -1,
         "law": [0.7, 0.9, 0.0], "mass": 2.0**43,
     }  # fmt: skip
