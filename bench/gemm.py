@@ -7,7 +7,7 @@ A time is per launch: the median over replays of one graph of many launches, eac
 that together fill 300 MB (over twice the L2). Random weights and tokens. Cuts are compared at 16 rows with
 dependent launch, by the same kernel that decoding uses (linear_add_fast); the best is then run at all row
 counts, with and without it. Writes bench/results/gemm-CARD.json (into $OUT where that is set);
-last come the table and split.MEASURED. Needs torch.
+last come the table and lines for cuts.csv. Needs torch.
 """
 
 import argparse
@@ -22,14 +22,11 @@ import cuts
 import record
 import torch
 from minidflash.kernels.gpu import fast, split
+from minidflash.kernels.sizes import SIZES
 from over_torch import Backend, copy_gb_s, timed
 
-SHAPES = [
-    (6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (151936, 4096), (4096, 20480), (10240, 4096),
-    (6144, 2560), (2560, 4096), (19456, 2560), (2560, 9728), (2560, 12800),
-    (10240, 2560), (28672, 4096), (4096, 14336),
-    (960, 576), (576, 576), (3072, 576), (576, 1536), (49152, 576), (1536, 576), (576, 2304),
-]  # fmt: skip
+# Of all models but the benches' toy, each once.
+SHAPES = list(dict.fromkeys(s for name, m in SIZES.items() if name != "toy" for s in m.products.values()))
 ROTATED = 300e6  # bytes of different weights between two uses of the same
 COUNTERS = 4096
 
@@ -165,17 +162,17 @@ def main():
             print(table[-1])
         ranking = {cuts.words(cut): times[cut] for cut in sorted(times, key=times.get)}
         results[-1]["cuts_at_16_rows_dependent_us"] = ranking
-        print(f"  {len(times)} cuts; MEASURED or rule: {times.get(own, 0):.2f} us {cuts.words(own)}")
+        print(f"  {len(times)} cuts; cuts.csv or rule: {times.get(own, 0):.2f} us {cuts.words(own)}")
         print("\n".join(f"  {us:8.2f} us {what}" for what, us in list(ranking.items())[:5]), flush=True)
     name = re.sub(r"\W+", "-", bench.name).strip("-").lower()
     out = record.write(f"gemm-{name}", {"results": results}, card=bench.name, copy_gb_s=copy)
     worst = max(result["error_over_terms"] for result in results)
     print(f"\n{bench.name}, copy {copy:.0f} GB/s; worst error {worst:.2e} of sum|terms|, output bf16; {out}")
     print("\n".join(table))
-    print("\nMEASURED = {")
+    print("\nfor kernels/gpu/cuts.csv:")
+    source = bench.name, record.commit_of_run(), f"bench/results/{out.name}"
     for shape, times in found.items():
-        print(cuts.entry(*shape, sms, min(times, key=times.get)))
-    print("}")
+        print(cuts.line(*shape, sms, min(times, key=times.get), *source))
 
 
 if __name__ == "__main__":

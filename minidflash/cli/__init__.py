@@ -43,7 +43,9 @@ def _generate(parser):
     what = add_pair(parser)
     what.add_argument("--tokens", metavar="IDS", help='a prompt of ids, "5 9 9", taken as they are')
     what.add_argument("--system", metavar="S", help="system text before the prompt")
-    what.add_argument("--raw", action="store_true", help="no chat template: continue the prompt as it is")
+    what.add_argument("--raw", action="store_true",
+                      help="no chat template: continue the prompt as it is; text of "
+                      "all channels, not just the final one")  # fmt: skip
     what.add_argument("--chat-template-arg", metavar="K=V", action="append", default=[],
                       help="set what the chat template reads, e.g. enable_thinking=false; "
                            "may be repeated")  # fmt: skip

@@ -10,14 +10,6 @@ import numpy as np
 from ..errors import UserError
 from .terminal import write
 
-# Dims of the table for the shapes that can be asked for (models.md 9).
-# S and Z follow from the rows and the context.
-SHAPES = {
-    "smollm2-135m": {"D": 576, "H": 9, "G": 3, "K": 64, "F": 1536, "V": 49152, "L": 5, "taps": 5},
-    "qwen3-4b": {"D": 2560, "H": 32, "G": 8, "K": 128, "F": 9728, "V": 151936, "L": 5, "taps": 5},
-    "qwen3-8b": {"D": 4096, "H": 32, "G": 8, "K": 128, "F": 12288, "V": 151936, "L": 5, "taps": 5},
-    "llama-3.1-8b": {"D": 4096, "H": 32, "G": 8, "K": 128, "F": 14336, "V": 128256, "L": 5, "taps": 5},
-}  # fmt: skip
 ROTATED = 128 << 20  # bytes of different weights between two uses of the same: more than any cache holds
 BLOCK = 16
 
@@ -25,17 +17,18 @@ BLOCK = 16
 def bench_kernels(args):
     """Run the benchmark. Returns the exit code. Errors: UserError as open_ops, and for an unknown shape."""
     from minidflash.kernels import open_ops
+    from minidflash.kernels.sizes import SIZES
     from minidflash.kernels.table import ROWS
 
-    if args.shape not in SHAPES:
-        raise UserError(f"no shape {args.shape!r}", "there are: " + ", ".join(SHAPES))
+    if args.shape not in SIZES:
+        raise UserError(f"no shape {args.shape!r}", "there are: " + ", ".join(SIZES))
     ops = open_ops(args.backend, args.activations)
     copy = copy_bandwidth(ops)
     write(f"{ops.name}, {ops.activations}, shape {args.shape}, {args.rows} rows, context {args.context}; "
           f"copy {copy / 1e9:.1f} GB/s\n\n| row | fused | MB | us | GB/s | of copy "
           f"|\n|---|---|---|---|---|---|\n")  # fmt: skip
     for name in [args.name] if args.name else ROWS:
-        moved, seconds, fused = measure(ops, name, SHAPES[args.shape], args.rows, args.context)
+        moved, seconds, fused = measure(ops, name, SIZES[args.shape].dims, args.rows, args.context)
         rate = moved / seconds
         write(
             f"| {name} | {fused} | {moved / 1e6:.2f} | {1e6 * seconds:.1f} | {rate / 1e9:.1f} | "
@@ -95,8 +88,7 @@ def arguments(ops, row, shape, rows, context, like=None):
     from minidflash.kernels.table import role_of
 
     rng = np.random.default_rng(1)
-    sizes = shape | {"T": rows, "N": 1, "M": rows, "C": shape["taps"] * shape["D"],
-                     "S": context + max(rows, BLOCK), "R": BLOCK,
+    sizes = shape | {"T": rows, "N": 1, "M": rows, "S": context + max(rows, BLOCK), "R": BLOCK,
                      "P": context + max(rows, BLOCK), "J": shape["K"] // 2, "B": BLOCK, "X": 1}  # fmt: skip
     widest = max(sizes["C"], sizes["F"])
     most = max(sizes["V"], 2 * sizes["F"], 2 * sizes["L"] * sizes["G"] * sizes["K"])

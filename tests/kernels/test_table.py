@@ -119,7 +119,9 @@ def test_products_of_sizes_are_checked(ops, rng):
         ops.gate_up(x, norm, 1e-6, ops.weight([make.w(31, 24)]), work, ops.array((3, 16), "A"))
     record, one = ops.array((1, 10), "i32"), ops.array((1,), "i32")
     with pytest.raises(ValueError, match="accept: record: 2\\*B\\+3 is 10, needed 19"):
-        ops.accept(ops.array((1, 8), "i32"), ops.array((8,), "i32"), one, one, one, one, one, one, record)
+        ops.accept(
+            ops.array((1, 8), "i32"), ops.array((8,), "i32"), one, one, one, one, one, one, record, one
+        )
 
 
 def test_a_recording_runs_nothing_until_launched(ops, rng):
