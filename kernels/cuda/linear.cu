@@ -1,7 +1,8 @@
 /* linear: y[t][n] = w[n] . x[t] in f32: the projections of qkv, inject, fuse, head and head_logits.
  * Grid:   any number of blocks of 4 warps; a warp walks weight rows, one at a time.
  * Moves:  the weights once, the tokens once a weight row (from cache); bound by the latter beyond one group.
- * Source: models.md 1. Truth: oracle.py linear. */
+ * Source: models.md 1.
+ * Truth:  oracle.py linear. */
 #include "plain.cuh"
 
 #ifndef TOKEN

@@ -1,4 +1,5 @@
-"""The products of a prompt: close to the oracle, and a row's bits are not a matter of chunks, company or tiles."""
+"""The products of a prompt: close to the oracle, and a row's bits are not a matter of chunks,
+company or tiles."""
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ from tests.disassembly import assert_instructions, disassemble_all
 from tests.kernels import test_fuse, test_gate_up, test_inject, test_linear_add, test_qkv, test_rows
 from tests.kernels.test_compile import needs_nvrtc
 
-# C_NORMED: the norm's weights are multiplied in before the product and that is rounded, half of 2^-7 of each term.
+# C_NORMED: the norm's weights are multiplied in before the product and that is rounded,
+# half of 2^-7 of each term.
 C, C_NORMED = 16, 2**15
 on_gpu_backends = pytest.mark.parametrize("ops", parameters(["emulate", "cuda"], ["bf16"]), indirect=True)
 
