@@ -2,8 +2,8 @@
 the yardstick of `kernels --bench`.
 
 Bytes are counted once each: weights as stored, arrays that are read or written for the rows of the call, of a cache
-only the rows that the call reads or writes, of experts those with a pair. Peaks are the makers' datasheet numbers; what
-is reported as a fraction is always taken of the copy bandwidth measured in the same run.
+only the rows that the call reads or writes, of experts those with a pair. Peaks are the makers' datasheet numbers;
+what is reported as a fraction is always taken of the copy bandwidth measured in the same run.
 """
 
 from .table import ROWS
