@@ -81,7 +81,8 @@ def choose(cols, kind, row):
         return None
     _, warps, own = best
     ahead = max(1, min(3, round(IN_FLIGHT / (warps * own * size)), MOST_REGISTERS // (own * registers)))
-    return Cut(warps, own, ahead, asked=2 if row == "experts_down" else 0)
+    finishers = 4 if 65536 // (32 * (warps + 4)) // 8 * 8 >= 64 + own * ahead * registers else 2
+    return Cut(warps, own, ahead, finishers, 2 if row == "experts_down" else 0)
 
 
 @cache
