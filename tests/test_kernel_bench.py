@@ -10,7 +10,7 @@ from minidflash.cli.kernels_bench import SHAPES, arguments
 
 SMALL = {"D": 64, "H": 4, "G": 2, "K": 16, "F": 96, "V": 208, "L": 2, "taps": 3}
 
-PRODUCTS = ("qkv", "attend", "linear_add", "gate_up", "head", "sample", "propose", "reject", "head_logits", "fuse",
+PRODUCTS = ("qkv", "attend", "linear", "linear_add", "gate_up", "head", "sample", "propose", "reject", "head_logits", "fuse",
             "inject")  # fmt: skip
 
 
