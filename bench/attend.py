@@ -23,9 +23,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import record
 from minidflash.kernels import compiler, source
 from minidflash.kernels.gpu import COUNTERS, attend_fast
+from minidflash.kernels.sizes import SIZES
 
 from minidflash.errors import UserError
 
+HEADS = [f"{m.H}/{m.G}/{m.K}" for m in map(SIZES.get, ("qwen3-8b", "smollm2-135m"))]
 ROTATED = 150e6  # bytes of different caches between two uses of the same
 VARIANTS = {  # name: tuning
     "the default": {},
@@ -195,7 +197,7 @@ def compile_all(arch, sms, layouts, rows_list):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--heads", default="32/8/128,9/3/64")
+    parser.add_argument("--heads", default=",".join(HEADS))
     parser.add_argument("--rows", default="1,4,16")
     parser.add_argument("--contexts", default="128,512,2048,8192,32768")
     parser.add_argument("--replays", type=int, default=8)

@@ -2,31 +2,17 @@
 
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 from minidflash.kernels import compiler
 from minidflash.kernels.gpu import fast, split
 
 KINDS = (1, 16), (1, 15), (1, 12), (1, 8), (1, 7), (2, 8), (2, 7), (2, 4), (3, 5), (4, 4)  # blocks, warps
-DEPTHS = (
-    (4, 1),
-    (2, 2),
-    (1, 4),
-    (1, 6),
-    (1, 8),
-    (5, 1),
-    (8, 1),
-    (4, 2),
-    (2, 3),
-    (2, 4),
-)  # chunks a step, steps ahead
+# chunks a step, steps ahead
+DEPTHS = (4, 1), (2, 2), (1, 4), (1, 6), (1, 8), (5, 1), (8, 1), (4, 2), (2, 3), (2, 4)
 GB_S = 2950 / 132  # of a multiprocessor's share of memory, B/ns
 TOKENS_GB_S = 41  # the same of L2
-END_US = {
-    "alone": 1.2,
-    "cluster": 1.7,
-    "memory": 3.4,
-}  # what one warp needs to end a tile; the last is measured
+END_US = {"alone": 1.2, "cluster": 1.7, "memory": 3.4}  # of one warp, to end a tile; the last is measured
 
 
 def has_registers(cut):
@@ -134,10 +120,6 @@ def words(cut):
     return f"{cut.slices} slices, {cut.blocks}x{cut.warps} warps, {cut.chunks}x{cut.ahead} chunks, {ends}"
 
 
-def entry(outputs, cols, sms, cut):
-    """A line of split.MEASURED."""
-    fields = [cut.slices, cut.blocks, cut.warps, cut.chunks, cut.ahead, cut.finishers, cut.cluster, cut.early]
-    defaults = [None] * 5 + [1, False, False]
-    while len(fields) > 3 and fields[-1] == defaults[len(fields) - 1]:
-        fields.pop()
-    return f"    ({outputs}, {cols}, {sms}): Split({', '.join(map(str, fields))}),"
+def line(outputs, cols, sms, cut, card, commit, source):
+    """A line of kernels/gpu/cuts.csv."""
+    return ",".join(map(str, (outputs, cols, sms, *map(int, astuple(cut)), card, commit, source)))

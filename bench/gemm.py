@@ -5,7 +5,7 @@
 A time is per launch: the median over replays of one graph of many launches, each on another of the weights that
 together fill 300 MB (over twice the L2). Random weights and tokens. Cuts are compared at 16 rows with dependent launch,
 by the same kernel that decoding uses (linear_add_fast); the best is then run at all row counts, with and without it.
-Writes bench/results/gemm-CARD.json (into $OUT where that is set); last come the table and split.MEASURED. Needs torch.
+Writes bench/results/gemm-CARD.json (into $OUT where that is set); last come the table and lines for cuts.csv. Needs torch.
 """
 
 import argparse
@@ -20,14 +20,11 @@ import cuts
 import record
 import torch
 from minidflash.kernels.gpu import fast, split
+from minidflash.kernels.sizes import SIZES
 from over_torch import Backend, copy_gb_s, timed
 
-SHAPES = [
-    (6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (151936, 4096), (4096, 20480), (10240, 4096),
-    (6144, 2560), (2560, 4096), (19456, 2560), (2560, 9728), (2560, 12800),
-    (10240, 2560), (28672, 4096), (4096, 14336),
-    (960, 576), (576, 576), (3072, 576), (576, 1536), (49152, 576), (1536, 576), (576, 2304),
-]  # fmt: skip
+# Of all models but the benches' toy, each once.
+SHAPES = list(dict.fromkeys(s for name, m in SIZES.items() if name != "toy" for s in m.products.values()))
 ROTATED = 300e6  # bytes of different weights between two uses of the same
 COUNTERS = 4096
 
@@ -61,9 +58,9 @@ class Bench(Backend):
             weight.data_ptr(), tokens.data_ptr(), None, None, x.data_ptr(), None, self.work.data_ptr(),
             self.work.data_ptr() + 4 * COUNTERS, rows, outputs, cols, cut.slices, 0, 0,
         ]  # fmt: skip
-        self.device.launch(
+        self.on_device(
             function, cut.grid(tiles, self.device.sms), cut.threads, cut.shared(cols, token_tiles), args,
-            cluster=cut.cluster_blocks, dependent=dependent, stream=torch.cuda.current_stream().cuda_stream,
+            cluster=cut.cluster_blocks, dependent=dependent,
         )  # fmt: skip
 
     def product(self, cut, rows, outputs, cols, replays, dependent=False):
@@ -99,10 +96,9 @@ class Bench(Backend):
         tiles, chunks = fast.tiles_of(outputs), -(-cols // split.CHUNK)
         packed = torch.empty(tiles * chunks * 512, device="cuda", dtype=torch.bfloat16)
         pack = self.device.function("pack.cu", "pack")
-        stream = torch.cuda.current_stream().cuda_stream
         bottom = plain.data_ptr() + 16 * cols
-        args = [plain.data_ptr(), bottom, packed.data_ptr(), outputs, outputs - 8, 16, tiles, cols]
-        self.device.launch(pack, -(-tiles * chunks * 32 // 256), 256, 0, args, stream=stream)
+        args = [plain.data_ptr(), bottom, packed.data_ptr(), outputs, outputs - 8, 16, tiles, cols, 0]
+        self.on_device(pack, -(-tiles * chunks * 32 // 256), 256, 0, args)
         tokens = self.tokens[: rows * cols].view(rows, cols)
         x = torch.zeros(rows * outputs, device="cuda", dtype=torch.bfloat16)
         for here, count in cut.passes(cols, rows):
@@ -161,17 +157,17 @@ def main():
             print(table[-1])
         ranking = {cuts.words(cut): times[cut] for cut in sorted(times, key=times.get)}
         results[-1]["cuts_at_16_rows_dependent_us"] = ranking
-        print(f"  {len(times)} cuts; MEASURED or rule: {times.get(own, 0):.2f} us {cuts.words(own)}")
+        print(f"  {len(times)} cuts; cuts.csv or rule: {times.get(own, 0):.2f} us {cuts.words(own)}")
         print("\n".join(f"  {us:8.2f} us {what}" for what, us in list(ranking.items())[:5]), flush=True)
     name = re.sub(r"\W+", "-", bench.name).strip("-").lower()
     out = record.write(f"gemm-{name}", {"results": results}, card=bench.name, copy_gb_s=copy)
     worst = max(result["error_over_terms"] for result in results)
     print(f"\n{bench.name}, copy {copy:.0f} GB/s; worst error {worst:.2e} of sum|terms|, output bf16; {out}")
     print("\n".join(table))
-    print("\nMEASURED = {")
+    print("\nfor kernels/gpu/cuts.csv:")
+    source = bench.name, record.commit_of_run(), f"bench/results/{out.name}"
     for shape, times in found.items():
-        print(cuts.entry(*shape, sms, min(times, key=times.get)))
-    print("}")
+        print(cuts.line(*shape, sms, min(times, key=times.get), *source))
 
 
 if __name__ == "__main__":

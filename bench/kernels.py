@@ -22,15 +22,10 @@ import gemm
 import record
 import torch
 from minidflash.kernels.gpu import fast, split
+from minidflash.kernels.sizes import SIZES
 from minidflash.kernels.weight import Weight
 from over_torch import copy_gb_s, timed
 
-MODELS = {  # width, heads, kv heads, head size, ffn, vocab, drafter layers, taps
-    "qwen3-8b": (4096, 32, 8, 128, 12288, 151936, 5, 5),
-    "qwen3-4b": (2560, 32, 8, 128, 9728, 151936, 5, 5),
-    "llama-3.1-8b": (4096, 32, 8, 128, 14336, 128256, 5, 5),
-    "smollm2": (576, 9, 3, 64, 1536, 49152, 5, 5),
-}
 POSITIONS, CONTEXT = 4096, 2048
 
 
@@ -54,7 +49,8 @@ class Rows(gemm.Bench):
 
 def calls(bench, model, rows):
     """name -> (outputs, cols, function of how-manyth call) of one model's rows."""
-    width, heads, groups, size, ffn, vocab, layers, taps = MODELS[model]
+    m = SIZES[model]
+    shapes, width, heads, groups, size, layers = m.products, m.D, m.H, m.G, m.K, m.drafter.layers
 
     def bits(*shape):
         return torch.randn(*shape, device="cuda", dtype=torch.bfloat16).view(torch.int16)
@@ -62,19 +58,18 @@ def calls(bench, model, rows):
     def f32(*shape):
         return torch.rand(*shape, device="cuda") + 0.5
 
-    x, h, q = bits(rows, width), bits(rows, ffn), bits(rows, heads, size)
+    x, h, q = bits(rows, width), bits(rows, shapes["down"][1]), bits(rows, heads, size)
     slot, pos = (torch.zeros(rows, device="cuda", dtype=torch.int32) for _ in range(2))
     pos += torch.arange(rows, device="cuda", dtype=torch.int32) + 2000
     pick, ids = torch.arange(rows, device="cuda", dtype=torch.int32), slot.clone()
     cos, sin = f32(POSITIONS, size // 2), f32(POSITIONS, size // 2)
     caches = [bits(layers, 1, groups, POSITIONS, size) for _ in range(2)]
     norm, head_norm, layer_norms = f32(width), f32(size), f32(layers, size)
-    features, tapped = bits(rows, width), bits(rows, taps * width)
+    features, tapped = bits(rows, width), bits(rows, shapes["fuse"][1])
     work, eps = bench.work, 1e-6
     wq, wkv = bench.packed(heads * size, width), bench.packed(2 * groups * size, width)
-    wo, wg = bench.packed(width, heads * size), bench.packed(2 * ffn, width, fast.PAIRED)
-    wd, wh = bench.packed(width, ffn), bench.packed(vocab, width)
-    wf, wi = bench.packed(width, taps * width), bench.packed(layers * 2 * groups * size, width)
+    wg = bench.packed(*shapes["gate_up"], fast.PAIRED)
+    wo, wd, wh, wf, wi = (bench.packed(*shapes[name]) for name in ("o", "down", "head", "fuse", "inject"))
     turn = cos, sin, slot, pos, pos
 
     def qkv(i):
@@ -92,19 +87,13 @@ def calls(bench, model, rows):
     def down(i):
         fast.linear_add(bench, h, wd[i % len(wd)], None, None, 0, x, None, work)
 
-    return {
-        "qkv": ((heads + 2 * groups) * size, width, qkv),
-        "o": (width, heads * size, o),
-        "gate_up": (2 * ffn, width, lambda i: fast.gate_up(bench, x, norm, eps, wg[i % len(wg)], work, h)),
-        "down": (width, ffn, down),
-        "head": (
-            vocab, width, lambda i: fast.head(bench, x, pick, norm, eps, wh[i % len(wh)], vocab, ids, work)
-        ),
-        "fuse": (
-            width, taps * width, lambda i: fast.fuse(bench, tapped, wf[i % len(wf)], norm, eps, work, features)
-        ),
-        "inject": (layers * 2 * groups * size, width, inject),
+    ways = {
+        "qkv": qkv, "o": o, "down": down, "inject": inject,
+        "gate_up": lambda i: fast.gate_up(bench, x, norm, eps, wg[i % len(wg)], work, h),
+        "head": lambda i: fast.head(bench, x, pick, norm, eps, wh[i % len(wh)], m.V, ids, work),
+        "fuse": lambda i: fast.fuse(bench, tapped, wf[i % len(wf)], norm, eps, work, features),
     }  # fmt: skip
+    return {name: (*shape, ways[name]) for name, shape in shapes.items()}
 
 
 def products(bench, models, row_counts, replays):
@@ -129,7 +118,8 @@ def attention(bench, models, row_counts, replays):
     """The same of attend."""
     pool = torch.randn(2**28, device="cuda", dtype=torch.bfloat16)
     for model in models:
-        heads = MODELS[model][1:4]
+        m = SIZES[model]
+        heads = m.H, m.G, m.K
         for rows in row_counts:
             case = attend.Case(bench, pool, heads, rows, CONTEXT)
             us = case.ours({}, replays)

@@ -23,13 +23,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import record
 import torch
 from minidflash.kernels.gpu import fast, prefill
+from minidflash.kernels.sizes import SIZES
 from minidflash.kernels.weight import Weight
 from over_torch import Backend, Buffer, copy_gb_s, timed
 
 from minidflash.errors import UserError
 
-SHAPES = "6144x4096,4096x4096,24576x4096,4096x12288,4096x20480,960x576,1536x576"
-LAYER = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)]  # a layer of Qwen3-8B, 36 of them
+MODEL, SMALL = SIZES["qwen3-8b"], SIZES["smollm2-135m"].products
+QKV, _, GATE_UP, _ = LAYER = [MODEL.products[name] for name in ("qkv", "o", "gate_up", "down")]
+SHAPES = [*LAYER, MODEL.products["fuse"], SMALL["qkv"], SMALL["inject"]]
 ROTATED = 200e6
 MORE = {
     "mma": ((64, 8, 6), (128, 8, 4), (128, 16, 3), (256, 8, 3), (128, 4, 4)),
@@ -85,11 +87,9 @@ class Bench:
 
     def others(self, rows, replays):
         """Microseconds of gate_up with its norm, of qkv's norm and product, and of laying what down reads."""
-        work, norm = Buffer(self.work), Buffer(torch.ones(4096, device="cuda"))
-        x, h = (
-            Buffer(self.tokens[: rows * 4096].view(rows, 4096)),
-            Buffer(self.x[: rows * 12288].view(rows, -1)),
-        )
+        D, F = MODEL.D, MODEL.F
+        work, norm = Buffer(self.work), Buffer(torch.ones(D, device="cuda"))
+        x, h = Buffer(self.tokens[: rows * D].view(rows, D)), Buffer(self.x[: rows * F].view(rows, F))
 
         def gate_up(w):
             assert prefill.gate_up(self.backend, x, norm, 1e-6, w, work, h)
@@ -99,8 +99,8 @@ class Bench:
             prefill.product(self.backend, rows, w, laid, scale, y)
 
         found = {
-            "gate_up_us": self.timed(self.weights(24576, 4096, "packed pairs"), gate_up, replays),
-            "qkv_product_us": self.timed(self.weights(6144, 4096), qkv, replays),
+            "gate_up_us": self.timed(self.weights(*GATE_UP, "packed pairs"), gate_up, replays),
+            "qkv_product_us": self.timed(self.weights(*QKV), qkv, replays),
         }
         if prefill.frame_of(self.backend) == "wgmma":
             lay = partial(prefill.tokens, self.backend, h, None, 0.0)
@@ -122,7 +122,7 @@ class Bench:
         plain = self.pool[: outputs * cols].view(outputs, cols)
         tiles, chunks = fast.tiles_of(outputs), -(-cols // 32)
         packed = torch.empty(tiles * chunks * 512, device="cuda", dtype=torch.bfloat16)
-        args = [Buffer(plain), Buffer(plain[8:]), Buffer(packed), outputs, outputs - 8, 16, tiles, cols]
+        args = [Buffer(plain), Buffer(plain[8:]), Buffer(packed), outputs, outputs - 8, 16, tiles, cols, 0]
         self.backend.launch("pack.cu", "pack", -(-tiles * chunks * 32 // 256), 256, 0, args)
         weight = Weight((outputs, cols), "bf16", "packed", (Buffer(packed),))
         y, alone = (torch.zeros(count, outputs, device="cuda") for count in (rows, 1))
@@ -136,7 +136,7 @@ class Bench:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--shapes", default=SHAPES)
+    parser.add_argument("--shapes", default=",".join(f"{n}x{k}" for n, k in SHAPES))
     parser.add_argument("--rows", default="64,256,1024,2048")
     parser.add_argument("--frames", default="wgmma,mma")
     parser.add_argument("--replays", type=int, default=20)
@@ -184,8 +184,10 @@ def main():
     most, bench.backend.prefill_frame = max(rows_list), frames[0]
     others = bench.others(most, args.replays)
     if all((most, *shape) in sums for shape in LAYER):
-        ours, peer = (36 * sum(sums[most, *shape][i] for shape in LAYER) / 1e3 for i in (0, 1))
-        table.append(f"36 layers of products at {most} rows: {ours:.1f} ms, cuBLAS {peer:.1f} ms; {others}")
+        ours, peer = (MODEL.layers * sum(sums[most, *shape][i] for shape in LAYER) / 1e3 for i in (0, 1))
+        table.append(
+            f"{MODEL.layers} layers of products at {most} rows: {ours:.1f} ms, cuBLAS {peer:.1f} ms; {others}"
+        )
     card = re.sub(r"\W+", "-", name).strip("-").lower()
     found = {"results": results, "others": others}
     out = record.write(args.name or f"prefill-gemm-{card}", found, card=name, copy_gb_s=copy)

@@ -2,10 +2,13 @@
 
 The first half are the plain equations (models.md); the second half are the rows of the table, which are compositions
 of them. A function takes a row's inputs in table order, changes the `&` ones in place and returns the outputs as
-float64 (ids as int32); `OracleBackend` rounds them once into the caller's buffers.
+float64 (ids as int32); `OracleBackend` rounds them once into the caller's buffers. Where `Row.fills_outputs`, it takes
+them last and fills them. Rows of layers with experts: oracle_moe.py.
 """
 
 import numpy as np
+
+from .record import ACCEPTED, EMITTED, NOT_FINITE, OUT_OF_BUDGET, STOPPED, TOKENS, WHY
 
 # ---- plain equations -----------------------------------------------------------------------------------------
 
@@ -29,7 +32,7 @@ def store(y, out):
 
 
 def matrix(w):
-    """float64 (rows, cols) of a plain `Weight`."""
+    """float64 (rows, cols), or (experts, rows, cols), of a plain `Weight`."""
     return w.data if w.data.dtype == np.float64 else real(w.data)
 
 
@@ -363,36 +366,32 @@ def stage_context(start, fresh, slot, pos):
         fresh[n] = 0
 
 
-STOPPED, OUT_OF_BUDGET, NOT_FINITE = 1, 2, 3  # record[:, 2]; 0 while the slot runs
-
-
-def accept(drafts, choice, stop, start, anchor, fresh, left, done, record):
+def accept(drafts, choice, stop, start, anchor, fresh, left, done, record, kept):
     """Accept, commit, stop, next anchor, for every slot (models.md 7.4).
 
     choice[n*v + i]: the target's token after row i. The longest prefix with drafts[i+1] == choice[i] is kept, then
     the target's own token; the sum is cut at the budget, after the first stop id and before the first choice of -1 (the
-    target's logits are not finite). record: tokens committed, drafts kept before the cuts, why it ended, B tokens, then
-    the B drafts that were looked at (column 0 is -1): all that the host reads of a round.
+    target's logits are not finite). record: as in record.py. kept: rows of the pass that are committed.
     """
     width = len(choice) // len(start)
     for n in range(len(start)):
-        record[n] = 0
-        record[n, 3:] = -1
-        own_drafts = record[n, 3 + drafts.shape[1] :]
+        record[n], kept[n] = 0, 0
+        record[n, TOKENS:] = -1
+        tokens, own_drafts = np.split(record[n, TOKENS:], 2)
         if done[n]:
             continue
         own_drafts[1:width] = np.maximum(drafts[n, 1:width], 0)
         own = choice[n * width : (n + 1) * width]
-        kept = 0
-        while kept + 1 < width and drafts[n, kept + 1] == own[kept] >= 0:
-            kept += 1
+        accepted = 0
+        while accepted + 1 < width and drafts[n, accepted + 1] == own[accepted] >= 0:
+            accepted += 1
         emitted = 0
-        while emitted < min(kept + 1, left[n]) and not done[n]:
+        while emitted < min(accepted + 1, left[n]) and not done[n]:
             token = own[emitted]
             if token < 0:
                 done[n] = NOT_FINITE
                 break
-            record[n, 3 + emitted] = token
+            tokens[emitted] = token
             emitted += 1
             if token in stop:
                 done[n] = STOPPED
@@ -402,5 +401,9 @@ def accept(drafts, choice, stop, start, anchor, fresh, left, done, record):
         if left[n] == 0 and not done[n]:
             done[n] = OUT_OF_BUDGET
         if emitted:
-            anchor[n] = record[n, 2 + emitted]
-        record[n, :3] = emitted, kept, done[n]
+            anchor[n] = tokens[emitted - 1]
+        record[n, [EMITTED, ACCEPTED, WHY]] = emitted, accepted, done[n]
+        kept[n] = emitted
+
+
+from .oracle_moe import experts_down, experts_up, mxfp4, route  # noqa: F401 it needs the equations above

@@ -5,7 +5,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from minidflash.kernels.sizes import SIZES
 
+from minidflash import stack
 from minidflash.layers import run_layer
 from minidflash.state import make_state
 from tests.cases import Make, put
@@ -13,11 +15,7 @@ from tests.compare import assert_same_bits, real
 from tests.conftest import open_or_skip, parameters
 from tests.models import place
 
-# D, heads, kv heads, head size, F, q/k norm, theta
-SHAPES = {
-    "smollm2-135m": (576, 9, 3, 64, 1536, False, 1e5),
-    "qwen3-8b": (4096, 32, 8, 128, 12288, True, 1e6),
-}
+SHAPES = {name: SIZES[name] for name in ("smollm2-135m", "qwen3-8b")}
 CONTEXT, ROWS = 140, 5  # two leaves of attention
 CLOSE = 0.01  # of what the layer adds: bf16 rounds q, k, v, h and the attention's output once each, by 2^-9 at most
 
@@ -30,15 +28,16 @@ def layer():
 
 def inputs_of(name):
     """(weights, norms, [keys, values], tables, x), random."""
-    D, H, G, K, F, has_norms, theta = SHAPES[name]
+    m = SHAPES[name]
+    D, H, G, K, F = m.D, m.H, m.G, m.K, m.F
     make = Make(np.random.default_rng(1), "bf16")
     weights = {"q": [make.w(H * K, D)], "kv": [make.w(G * K, D), make.w(G * K, D)], "o": [make.w(D, H * K)],
                "gate_up": [make.w(F, D), make.w(F, D)], "down": [make.w(D, F)]}  # fmt: skip
     norms = {role: make.v(D, around=1.0) for role in ("attn_norm", "mlp_norm")}
-    if has_norms:
+    if m.family == "qwen3":
         norms |= {role: make.v(K, around=1.0) for role in ("q_norm", "k_norm")}
     caches = [make.a(1, G, CONTEXT + ROWS, K) for _ in range(2)]
-    return weights, norms, caches, make.tables(CONTEXT + ROWS, K // 2, theta), make.a(ROWS, D)
+    return weights, norms, caches, make.tables(CONTEXT + ROWS, K // 2, m.theta), make.a(ROWS, D)
 
 
 class Layer:
@@ -53,10 +52,9 @@ class Layer:
         }
         self.w |= {role: put(ops, values, "f32") for role, values in norms.items()}
         self.tables = [put(ops, table, "f32") for table in tables]
-        D, H, G, K, F, *_ = SHAPES[name]
-        self.config = SimpleNamespace(
-            layers=1, width=D, heads=H, kv_heads=G, head_size=K, ffn=F, vocab=16, eps=1e-6, windows=(0,)
-        )
+        m = SHAPES[name]
+        layer = stack.Layer(heads=m.H, kv_heads=m.G, head_size=m.K, ffn_width=m.F, scale=m.K**-0.5)
+        self.config = stack.Stack(width=m.D, layers=(layer,), ropes=(), eps=1e-6, vocab=16, max_positions=0)
 
     def run(self, caches=None, first=0, count=ROWS):
         """x after the layer, and the caches, as the backend stores them, of `count` rows from `first` on."""
@@ -67,7 +65,14 @@ class Layer:
         buffers = [s.rows.x, s.caches[0].k, s.caches[0].v]
         for buffer, value in zip(buffers, values, strict=True):
             ops.upload(buffer, real(value).astype(np.float32) if ops.activations == "f32" else value)
-        run_layer(ops, config, self.w, self.tables, s.rows, s.caches[0], s.rows.pos, 0, 1, s.work)
+        run_layer(
+            ops,
+            SimpleNamespace(config=config, layers=[self.w], tables=[self.tables]),
+            0,
+            s.rows,
+            s.caches[0],
+            s.work,
+        )
         return [ops.download(buffer) for buffer in buffers]
 
 

@@ -2,9 +2,9 @@
 
 What a fast file offers is entered here; the backend (kernels/gpu/__init__.py) asks in this order:
 
-* `pack(backend, parts, role)` when a weight is made. `pack` returns
+* `pack(backend, parts, role, experts)` when a weight is made. `pack` returns
   Weight(layout="packed") or None: then the weight stays plain, (rows, cols). It is only asked when activations are
-  bf16 and all parts are BF16. Inside, `backend.raw(parts)` is a device array u16 (rows, cols) with the parts stacked,
+  bf16 and all parts are BF16 or all MXFP4. Inside, `backend.raw(parts)` is a device array u16 (rows, cols) with the parts stacked,
   in a temporary that the next `raw` may reuse: the stream's order is enough, nothing waits. The packed array comes
   from `backend.empty(shape, np.uint16)`; its first axis counts groups of 16 rows, so that Weight.slice works.
 * `FAST[row](backend, *args)` when a row is called, args in table order. It launches through `backend.launch` and
@@ -16,7 +16,7 @@ What a fast file offers is entered here; the backend (kernels/gpu/__init__.py) a
 `work` begins with COUNTERS f32 slots that are u32 counters: zero when allocated, left at zero by every kernel. What
 follows holds anything. backend.variants[row] says which variant ran last, "fast" or "plain".
 
-backend.launch(file, kernel, grid, block, shared, args, defines=None, cluster=1, cooperative=False, dependent=False)
+backend.launch(file, kernel, grid, block, shared, args, defines=None, cluster=1, dependent=False)
 takes arrays for pointers (a slice of an array is a shifted pointer) and numbers for scalars. While a graph is being
 prepared it only compiles and loads, so a row function must not depend on what kernels computed. backend.sms is the
 number of multiprocessors.
@@ -27,7 +27,7 @@ from dataclasses import replace
 import numpy as np
 
 from ..weight import MATRIX, PAIRS, TABLE, TILE, Weight
-from . import COUNTERS, attend_fast, plain, split
+from . import COUNTERS, attend_fast, experts, plain, split
 
 PAIRED = "packed pairs"  # a tile holds 8 gate rows and the 8 up rows that go with them
 
@@ -38,9 +38,11 @@ def run(backend, row, args):
     return function is not None and bool(function(backend, *args))
 
 
-def pack(backend, parts, role):
-    """`Weight` in fragment order from checkpoint tensors stacked along rows, or None: keep it plain."""
-    if role not in (MATRIX, PAIRS, TABLE):
+def pack(backend, parts, role, count=0):
+    """`Weight` in fragment order from checkpoint tensors stacked along rows, of `count` experts, or None: keep it plain."""
+    if count:
+        return experts.pack(backend, parts, role, count)
+    if role not in (MATRIX, PAIRS, TABLE) or any(part.dtype != "BF16" for part in parts):
         return None
     raw = backend.raw(parts)
     rows, cols = raw.shape
@@ -50,7 +52,7 @@ def pack(backend, parts, role):
     half = rows // 2 if is_paired else min(rows, TILE // 2)
     sizes = [half, half, TILE // 2] if is_paired else [rows, rows - half, TILE]
     grid = -(-tiles * chunks * 32 // 256)
-    backend.launch("pack.cu", "pack", grid, 256, 0, [raw, raw[half:], data, *sizes, tiles, cols])
+    backend.launch("pack.cu", "pack", grid, 256, 0, [raw, raw[half:], data, *sizes, tiles, cols, 0])
     return Weight((rows, cols), "bf16", PAIRED if is_paired else "packed", (data,))
 
 
@@ -61,7 +63,7 @@ def tiles_of(rows, is_paired=False):
 
 def work_size(backend, rows, cols, outputs):
     """f32 elements of workspace, counters not counted. outputs 0: no product, attention alone."""
-    pieces = attend_fast.work_size(backend)
+    pieces = max(attend_fast.work_size(backend), experts.work_size(rows, outputs))
     if not outputs:
         return pieces
     cut = split.choose(outputs, cols, backend.sms)
@@ -309,5 +311,8 @@ FAST = {
         head_logits,
         fuse,
         inject,
+        experts.route,
+        experts.experts_up,
+        experts.experts_down,
     )
 }

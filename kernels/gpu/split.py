@@ -4,15 +4,14 @@ The cut fixes in which order a row's sum is taken (kernels/cuda/skinny.cuh), so 
 token rows: plain and verify rounds would rank near-ties differently.
 """
 
-from dataclasses import dataclass
+import csv
+from dataclasses import dataclass, fields
 from functools import cache
+from importlib import resources
 
 TILE, CHUNK = 16, 32  # output rows of a tile; inputs of a chunk
 SQUARES = 64  # f32 a slice, as in skinny.cuh
-SHARED_PER_SM, SHARED_PER_BLOCK = (
-    233472,
-    232448,
-)  # H100 and newer; each block costs 1 KB more than it asks for
+SHARED_PER_SM, SHARED_PER_BLOCK = 233472, 232448  # H100 and newer; a block costs 1 KB more than it asks for
 STATIC = 2048  # shared bytes that kernels of the family declare themselves
 TOKEN_TILES = 1, 2, 4  # groups of 8 token rows that kernels are compiled for
 ROWS = 8 * TOKEN_TILES[-1]  # of one pass; more rows are more passes
@@ -91,36 +90,18 @@ class Split:
         return self.slices * (SQUARES + tiles * TILE * ROWS)
 
 
-# (N, K, sms) -> Split: the best of bench/gemm.py on an H100 at 16 rows with dependent launch
-# (bench/results/gemm-nvidia-h100-80gb-hbm3.json, newer ones gemm-newer-cuts-h100.json) or, where `asked` is given and for
-# qkv and gate_up, of bench/variants.py in whole passes (bench/NOTES.md: on an H100 at 5d22864; down's, Qwen3-4B's and
-# SmolLM2's on an H200 since).
-MEASURED = {
-    (6144, 4096, 132): Split(2, 1, 16, 4, 1, 4, True, True),
-    (4096, 4096, 132): Split(2, 1, 16, 2, 2, 4, True, True, 5),
-    (24576, 4096, 132): Split(1, 1, 12, 4, 2, 4, False, True, 2),
-    (4096, 12288, 132): Split(4, 1, 12, 4, 2, 4, False, True, 2),
-    (151936, 4096, 132): Split(1, 1, 12, 4, 2, 4),
-    (4096, 20480, 132): Split(4, 1, 16, 4, 1, 4, True, True),
-    (10240, 4096, 132): Split(2, 1, 16, 2, 2, 4, True, True),
-    (6144, 2560, 132): Split(2, 1, 12, 4, 2, 4, True, True, 2),
-    (2560, 4096, 132): Split(4, 1, 16, 2, 2, 4, True, True),
-    (19456, 2560, 132): Split(1, 1, 12, 4, 2, 4, False, True, 2),
-    (2560, 9728, 132): Split(2, 1, 12, 4, 2, 4, True, True, 2),
-    (2560, 12800, 132): Split(4, 1, 16, 4, 1, 4, True, True),
-    (10240, 2560, 132): Split(2, 1, 10, 4, 1, 4, True, True),
-    (28672, 4096, 132): Split(1, 1, 12, 4, 2, 4, False, True, 2),
-    (4096, 14336, 132): Split(4, 1, 12, 4, 2, 4, False, True, 2),
-    (128256, 4096, 132): Split(1, 1, 12, 4, 2, 4),
-    (151936, 2560, 132): Split(1, 1, 12, 4, 2, 4),
-    (960, 576, 132): Split(1, 1, 6, 3, 1, 1, False, False, 0),
-    (576, 576, 132): Split(1, 1, 6, 3, 1, 1, False, True, 0),
-    (3072, 576, 132): Split(1, 1, 9, 2, 1, 4, False, False, 0),
-    (576, 1536, 132): Split(1, 1, 12, 4, 1, 1, False, True, 0),
-    (49152, 576, 132): Split(1, 2, 8, 4, 1, 2, False, True, 0),
-    (1536, 576, 132): Split(1, 1, 6, 3, 1, 4, False, False, 0),
-    (576, 2304, 132): Split(3, 1, 6, 4, 1, 4, True, False, 0),
-}
+def read(text):
+    """(N, K, multiprocessors) -> Split, from text in the form of cuts.csv."""
+    found = {}
+    for row in csv.DictReader(text.splitlines()):
+        numbers = {field.name: field.type(int(row[field.name])) for field in fields(Split)}
+        found[int(row["N"]), int(row["K"]), int(row["sms"])] = Split(**numbers)
+    return found
+
+
+# cuts.csv, a line a cut: the best of bench/gemm.py at 16 rows with dependent launch, or of bench/variants.py in whole
+# passes; on which card, at which commit, and where its numbers are written down.
+MEASURED = read((resources.files(__package__) / "cuts.csv").read_text(encoding="utf-8"))
 
 
 @cache

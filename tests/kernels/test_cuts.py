@@ -35,9 +35,7 @@ class Card:
 
     def function(self, file, name, defines=None):
         text = source.find(file).read_text(encoding="utf-8")
-        return SimpleNamespace(
-            name=name, defines=defines or {}, parameters=source.parameters(text, name, defines or {})
-        )
+        return SimpleNamespace(name=name, defines=defines or {}, parameters=source.parameters(text, name))
 
     def holds(self, *_):
         return 10**6

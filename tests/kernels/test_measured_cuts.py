@@ -1,0 +1,79 @@
+"""kernels/gpu/cuts.csv: every line is a cut that can run, and says where it was measured."""
+
+import csv
+import importlib
+import json
+from importlib import resources
+from pathlib import Path
+
+import pytest
+from minidflash.kernels.gpu import split
+
+from tests.kernels.test_fast_bits import MEASURED, NORMED
+
+ROOT = Path(__file__).resolve().parents[2]
+COLUMNS = "N,K,sms,slices,blocks,warps,chunks,ahead,finishers,cluster,early,asked,card,commit,source"
+TEXT = resources.files("minidflash.kernels.gpu").joinpath("cuts.csv").read_text(encoding="utf-8")
+LINES = list(csv.DictReader(TEXT.splitlines()))
+MODULES = {
+    132: ("NVIDIA H100 80GB HBM3", "NVIDIA H200"),
+    148: ("NVIDIA B200",),
+}  # cards of so many multiprocessors
+
+
+@pytest.fixture
+def cuts(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    return importlib.import_module("cuts")
+
+
+def key(line):
+    return int(line["N"]), int(line["K"]), int(line["sms"])
+
+
+def test_no_product_stands_twice():
+    assert TEXT.splitlines()[0] == COLUMNS
+    assert sorted(map(key, LINES)) == sorted(split.MEASURED)
+
+
+def kernels():
+    return [(name, shape) for name, shapes in MEASURED.items() for shape in shapes]
+
+
+@pytest.mark.parametrize("line", LINES, ids=lambda line: "x".join(map(str, key(line))))
+def test_a_line_is_a_cut_that_can_run(line, cuts):
+    assert None not in line and None not in line.values() and all(line.values()), "fields"
+    assert {line["cluster"], line["early"]} <= {"0", "1"}
+    outputs, cols, sms = key(line)
+    cut = split.MEASURED[outputs, cols, sms]
+    tiles, chunks = -(-outputs // split.TILE), -(-cols // split.CHUNK)
+    (name,) = (name for name, shape in kernels() if shape == (outputs, cols))
+    assert cut.fits(cols, 2, is_normed=name in NORMED), "a block of 16 rows is one pass"
+    assert 1 <= cut.slices <= min(chunks, 8 if cut.cluster else chunks)
+    assert cut.slices == 1 or (tiles <= split.MOST_SLICED_TILES and name != "head")
+    assert min(cut.blocks, cut.warps, cut.chunks, cut.ahead, cut.finishers) >= 1 and cut.asked >= 0
+    assert cut.threads <= 1024 and (cut.cluster is False or cut.slices > 1)
+    told = cuts.line(outputs, cols, sms, cut, line["card"], line["commit"], line["source"])
+    assert told.split(",") == list(line.values()), "bench/gemm.py prints such lines"
+
+
+@pytest.mark.parametrize("line", LINES, ids=lambda line: "x".join(map(str, key(line))))
+def test_a_line_says_where_it_was_measured(line, cuts):
+    outputs, cols, sms = key(line)
+    assert line["card"] in MODULES[sms]
+    text = (ROOT / line["source"]).read_text(encoding="utf-8")
+    if line["source"] == "bench/NOTES.md":
+        told = [row for row in text.splitlines() if row.startswith(f"| {line['commit']} |")]
+        assert told and (("H200" in " ".join(told)) == ("H200" in line["card"])), "no such row of NOTES.md"
+        return
+    found = json.loads(text)
+    assert (found["card"], found["commit"]) == (line["card"], line["commit"])
+    tried = [one["cuts_at_16_rows_dependent_us"] for one in found["results"]
+             if (one["outputs"], one["cols"]) == (outputs, cols) and "cuts_at_16_rows_dependent_us" in one]  # fmt: skip
+    assert min(tried[0], key=tried[0].get) == cuts.words(split.MEASURED[outputs, cols, sms])
+
+
+def test_what_is_read_is_what_is_chosen():
+    """The file in its own words: a changed order of columns changes nothing."""
+    text = "sms,asked,early,cluster,finishers,ahead,chunks,warps,blocks,slices,K,N,source\n132,7,1,0,4,3,2,9,1,1,64,32,x\n"
+    assert split.read(text) == {(32, 64, 132): split.Split(1, 1, 9, 2, 3, 4, False, True, 7)}
