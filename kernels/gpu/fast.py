@@ -155,6 +155,17 @@ def has_room(heads, size):
     return heads <= 512 and size <= 128
 
 
+def linear(backend, a, w, bias, work, y):
+    if w.layout != "packed":
+        return None
+    cut, tiles = split.choose(w.rows, w.cols, backend.sms), tiles_of(w.rows)
+
+    def args(here, count):
+        return [w.data, a[here], bias, y[here], work, work[COUNTERS:], count, w.rows, w.cols, cut.slices]
+
+    return launch(backend, "linear_fast.cu", "linear_fast", tiles, cut, w.cols, len(a), args)
+
+
 def linear_add(backend, a, w, bias, tap_row, tap_at, x, taps, work):
     if w.layout != "packed":
         return None
@@ -293,6 +304,7 @@ FAST = {
         embed,
         qkv,
         attend_fast.attend,
+        linear,
         linear_add,
         gate_up,
         head,
