@@ -1,8 +1,8 @@
 """What experts_up and experts_down share: token rows gathered by expert, and an expert's tiles times them.
 
 Weights are [E][tile][K][16], of MXFP4 words [E][tile][K/8][16] and scales [E][tile][K/32][16]. Pair i of the
-groups is token i here: an expert's tokens are cut into blocks of 16, each laid out [K][n] for its n tokens, so that
-a tile is read once for a block, with the sums of tiles.py. Nothing else decides a row's bits.
+groups is token i here: an expert's tokens are cut into blocks of 16, each laid out [K][n] for its n tokens,
+so that a tile is read once for a block, with the sums of tiles.py. Nothing else decides a row's bits.
 """
 
 import numba
@@ -21,7 +21,7 @@ SCRATCH = BLOCK * GROUP * LANES  # f32 of a thread
 
 @jit(parallel=True)
 def pack(weight, at, rows, is_paired, out):
-    """Rows (n, K), the stacked rows of all experts from `at` on, to out[expert][tile][k][lane], zeroed before.
+    """Rows (n, K), stacked rows of all experts from `at` on, to out[expert][tile][k][lane], zeroed before.
 
     rows: of an expert. is_paired: its second half goes with its first, tile by tile: gate, up, gate, up...
     """

@@ -1,7 +1,7 @@
 """experts_down: the experts' products, weighted and added to the row in router order.
 
-A thread has its outputs of all experts, so that it may add them up without waiting for another. Moves: the touched
-experts' weights.
+A thread has its outputs of all experts, so that it may add them up without waiting for another. Moves: the
+touched experts' weights.
 """
 
 import numba
@@ -15,7 +15,7 @@ from .vector import LANES
 
 @jit
 def _products(w, scales, order, first, e, tile, count, work, at, y_at, cols, width):
-    """work[y_at + r * width + d] of all pairs r of expert e, for the outputs d of `count` tiles from `tile` on."""
+    """work[y_at + r * width + d] of all pairs r of expert e; outputs d of `count` tiles from `tile` on."""
     start, d = np.int64(first[e]), tile * LANES
     these = min(count * LANES, width - d)
     while start < first[e + 1]:
