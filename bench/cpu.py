@@ -56,7 +56,7 @@ def costs(engine, widths=(1, 4, 8, 16), context=64):
 def read_bytes(engine):
     """Bytes of weights that one pass of the target reads: all matrices; of a tied table, once, as the head."""
     model = engine.target
-    weights = [w for layer in model.layers for w in layer.values()] + [model.weights["head"]]
+    weights = [w for layer in model.layers for w in layer.values()] + [model.head]
     return sum(w.nbytes for w in weights)
 
 

@@ -40,6 +40,7 @@ from shapes import configs
 
 import minidflash as md
 from minidflash.engine import build
+from minidflash.rope import rope_tables
 
 SHARD = 4 << 30  # bytes a file, about what such checkpoints have
 POOL = 64 << 20  # random bytes that are written again and again
@@ -49,8 +50,7 @@ USUAL = f"{WAYS[staging.IS_COMPILED]}:{staging.PIECE >> 20}:{staging.THREADS}:{s
 
 def write_checkpoint(folder, config):
     """Shards and index of a model of this shape, random bf16; the files are then in the page cache. Returns bytes."""
-    table = names.FAMILIES[config.family](config)
-    shapes = dict(pair for parts in table.values() for pair in parts)
+    shapes = dict(pair for named in names.target_table(config).values() for pair in named.sources)
     shapes["lm_head.weight"] = (config.vocab, config.width)
     shards, room = [{}], SHARD
     for name, shape in shapes.items():
@@ -130,7 +130,7 @@ def load_seconds(backend, config, tensors):
     begun = time.perf_counter()
     ops, bound = md.ops(backend), names.bind_target(config, tensors)
     since = time.perf_counter()
-    model = build(ops, config, bound, 16)
+    model = build(ops, config, bound, {kind: rope_tables(ops, *kind, 16) for kind in config.rotations})
     if ops.name == "cuda":
         ops.backend.device.synchronize()
     seconds = time.perf_counter() - since, time.perf_counter() - begun
@@ -204,7 +204,12 @@ def measure(ops, config, folder, args):
     since = time.perf_counter()
     size = write_checkpoint(folder, config)
     print(f"{size / 1e9:.2f} GB written in {time.perf_counter() - since:.1f} s", flush=True)
-    found = {"shape": args.shape, "layers": config.layers, "gb": round(size / 1e9, 3), "backend": ops.name}
+    found = {
+        "shape": args.shape,
+        "layers": len(config.layers),
+        "gb": round(size / 1e9, 3),
+        "backend": ops.name,
+    }
     tensors = open_tensors(folder)[0]
     first, _ = load_seconds(ops.name, config, tensors)
     found["first_seconds"] = round(first, 3)

@@ -165,7 +165,7 @@ def one_prompt(engines, prompt, args, seed, law):
             differing.append({"chunk": chunk, "drafter": None, "at": first_difference(plain, known)})
         for block, verify, drafter in itertools.product(args.blocks, args.verify, ("own", "replay")):
             replay = Replay(ids + known, len(ids), block, vocab, seed)
-            with proposing(engine, replay if drafter == "replay" else engine.propose):
+            with proposing(engine, replay if drafter == "replay" else engine.draft):
                 width = {"all": block, "auto": "auto"}.get(verify) or int(verify)
                 options = {"max_tokens": tokens, "block": block, "verify": width, "ignore_eos": True, **law}
                 rounds = list(md.stream(engine, ids, **options))

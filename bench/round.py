@@ -17,7 +17,7 @@ from shapes import SHAPES, fill_caches, pass_bytes, random_engine, set_context
 
 import minidflash as md
 from minidflash import drafter as draft
-from minidflash import target as verifier
+from minidflash import target as target_pass
 from minidflash.loop import device_ids, one_round, prefill
 from minidflash.request import Request, release, reserve
 from minidflash.sampling import Sampling
@@ -56,7 +56,7 @@ def passes(engine, s):
     ops, taps = engine.ops, engine.drafter.config.taps
 
     def verify(v):
-        return lambda: verifier.verify(ops, engine.target, s, v, taps, device_ids(ops, range(v)))
+        return lambda: target_pass.verify(ops, engine.target, s, v, taps, device_ids(ops, range(v)))
 
     return {
         **{f"verify_{v}": verify(v) for v in (1, 4, 16)},
@@ -131,27 +131,13 @@ def measure(ops, name, contexts, repeat, bandwidth, tokens, prompt):
     s = reserve(engine, request)
     fill_caches(ops, s)
     target, drafter = pass_bytes(engine.target), pass_bytes(engine.drafter)
-    head = engine.target.weights["head"].nbytes
+    head = engine.target.head.nbytes
     item = 2 if ops.activations == "bf16" else 4
     found["contexts"] = []
     for context in contexts:
         times = parts(engine, s, context, repeat)
-        kv = (
-            2
-            * context
-            * item
-            * engine.target.config.layers
-            * engine.target.config.kv_heads
-            * engine.target.config.head_size
-        )
-        own = (
-            2
-            * context
-            * item
-            * engine.drafter.config.layers
-            * engine.drafter.config.kv_heads
-            * engine.drafter.config.head_size
-        )
+        kv = context * item * sum(engine.target.config.each("kv_rows"))
+        own = context * item * sum(engine.drafter.config.each("kv_rows"))
         floors = {
             "plain": target + kv,
             "draft": drafter + head + own,

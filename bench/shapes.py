@@ -10,9 +10,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from minidflash.kernels.sizes import SIZES
 from minidflash.weights import names
 
-from minidflash.config import DrafterConfig, ModelConfig
 from minidflash.engine import Engine, build
-from minidflash.rope import Rope
+from minidflash.fit import positions_of
+from minidflash.rope import Rope, rope_tables
+from minidflash.stack import DrafterConfig, Layer, ModelConfig
 
 SHAPES = [name for name, sizes in SIZES.items() if not sizes.E]  # those that an engine can be built of
 
@@ -48,17 +49,40 @@ def configs(shape, positions):
     """(ModelConfig, DrafterConfig) of a named shape."""
     m = SIZES[shape]
     d = m.drafter
+    own = [
+        Layer(
+            m.H,
+            m.G,
+            m.K,
+            m.F,
+            window=window,
+            scale=m.K**-0.5,
+            qk_norm=m.family == "qwen3",
+            attention_bias=m.bias,
+        )
+        for window in m.windows
+    ]
+    drafting = Layer(d.H, d.G, d.K, d.F, causal=False, scale=d.K**-0.5, qk_norm=True, attention_bias=m.bias)
+    shared = {"width": m.D, "ropes": (Rope(m.theta),), "eps": 1e-6, "vocab": m.V, "max_positions": positions}
     target = ModelConfig(
-        family=m.family, width=m.D, layers=m.layers, heads=m.H, kv_heads=m.G, head_size=m.K, ffn=m.F, vocab=m.V,
-        eps=1e-6, rope=Rope(m.theta), tied=m.tied, qk_norm=m.family == "qwen3", attention_bias=m.bias, windows=m.windows,
-        max_positions=positions, stop_ids=(), bos_id=None, dtype="bfloat16",
-    )  # fmt: skip
+        layers=tuple(own), family=m.family, tied=m.tied, stop_ids=(), bos_id=None, dtype="bfloat16", **shared
+    )
     drafter = DrafterConfig(
-        width=m.D, layers=d.layers, heads=d.H, kv_heads=d.G, head_size=d.K, ffn=d.F, eps=1e-6, rope=Rope(m.theta),
-        attention_bias=m.bias, windows=(0,) * d.layers, causal=(False,) * d.layers, block=16, mask_id=m.V - 1,
-        taps=d.taps, vocab=m.V, target_layers=m.layers, max_positions=positions,
-    )  # fmt: skip
+        layers=(drafting,) * d.layers,
+        block=16,
+        mask_id=m.V - 1,
+        taps=d.taps,
+        target_layers=m.layers,
+        **shared,
+    )
     return target, drafter
+
+
+def random_bound(table, rng):
+    """A names table bound to random tensors."""
+    tensors = {name: shape for named in table.values() for name, shape in named.sources}
+    tensors = {name: RandomTensor(name, shape, rng) for name, shape in tensors.items()}
+    return {ours: named.bind(tensors) for ours, named in table.items()}
 
 
 def random_engine(ops, shape, ctx, seed=0, chunk=None):
@@ -67,20 +91,18 @@ def random_engine(ops, shape, ctx, seed=0, chunk=None):
 
     rng = np.random.default_rng(seed)
     target, drafter = configs(shape, ctx)
-    bound = {
-        name: [RandomTensor(theirs, dims, rng) for theirs, dims in parts]
-        for name, parts in names.FAMILIES[target.family](target).items()
-    }
+    table = names.target_table(target)
     if not target.tied:
-        bound["head"] = [RandomTensor("lm_head.weight", (target.vocab, target.width), rng)]
-    own = {
-        name: [RandomTensor(theirs, dims, rng) for theirs, dims in parts]
-        for name, parts in names._drafter(drafter).items()
+        table["head"] = names.matrix("lm_head.weight", rows=target.vocab, cols=target.width)
+    tables = {
+        kind: rope_tables(ops, *kind, count) for kind, count in positions_of(target, drafter, ctx).items()
     }
     since = time.perf_counter()
-    big, small = build(ops, target, bound, ctx + 64), build(ops, drafter, own, ctx + 64)
-    if "head" not in big.weights:
-        big.weights["head"] = big.weights["embed"]
+    big = build(ops, target, random_bound(table, rng), tables)
+    small = build(ops, drafter, random_bound(names.drafter_table(drafter), rng), tables)
+    big.embed, big.head = big.weights["embed"], big.weights.get("head", big.weights["embed"])
+    small.embed, small.head = big.embed, big.head
+    big.ids = small.ids = target.vocab
     seconds = time.perf_counter() - since
     engine = Engine(
         ops=ops, target=big, drafter=small, tokenizer=None, stop_ids=frozenset(), target_name=shape,
@@ -109,5 +131,5 @@ def fill_caches(ops, s):
 def pass_bytes(model, head=True):
     """Bytes of weights that one pass reads: every matrix of the layers, and the head."""
     weights = [w for layer in model.layers for w in layer.values() if hasattr(w, "rows")]
-    weights += [w for name, w in model.weights.items() if name == "fc" or (name == "head" and head)]
+    weights += [w for name, w in model.weights.items() if name == "fc"] + [model.head] * head
     return sum(w.nbytes for w in weights)

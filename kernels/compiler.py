@@ -91,7 +91,7 @@ def compile_cubin(file, arch, defines=None):
     texts = source.texts(path)
     nvrtc, version = open_nvrtc()
     options = [f"-arch={arch}", *_OPTIONS]
-    options += [f"-D{key}={value}" for key, value in sorted((defines or {}).items())]
+    options += [f"-D{key}={value}" for key, value in sorted(source.macros(path, defines).items())]
     key = diskcache.digest(version, *options, *texts.values())  # what the folders below hold is in the texts
     options += [f"-I{path.parent}", f"-I{source.CUDA_FOLDER}"]
     folder = diskcache.folder("cubin")

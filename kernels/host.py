@@ -78,18 +78,20 @@ class OracleBackend(HostBackend):
         """The oracle needs no workspace."""
         return 1
 
-    def weight(self, parts, role=""):
-        """Plain `Weight` from checkpoint tensors stacked along rows."""
+    def weight(self, parts, role="", experts=0):
+        """Plain `Weight` from checkpoint tensors stacked along rows, of so many experts (0: a matrix), expert by expert."""
         data = np.concatenate([oracle.real(widen(p)).reshape(len(p.array), -1) for p in parts])
+        kind = {"BF16": "bf16", "MXFP4": "mxfp4"}.get(parts[0].dtype, "f32")
         for part in parts:
             part.drop()
-        return Weight(data.shape, "bf16" if parts[0].dtype == "BF16" else "f32", "plain", (data,))
+        data = data.reshape(experts, -1, data.shape[1]) if experts else data
+        return Weight(data.shape, kind, "plain", (data,))
 
     def __getattr__(self, name):
         if name not in ROWS:
             raise AttributeError(name)
         row, function = ROWS[name], getattr(oracle, name)
-        if name in ("stage", "stage_context", "accept"):  # integers only: they write their outputs themselves
+        if row.fills_outputs:
             return function
 
         def call(*args):
@@ -102,7 +104,9 @@ class OracleBackend(HostBackend):
 
 
 def widen(tensor):
-    """The array of a checkpoint tensor in a type the kernels know: bf16 bits or f32 (F16 widens exactly)."""
+    """The array of a checkpoint tensor in a type the kernels know: bf16 bits or f32 (F16 and MXFP4 widen exactly)."""
+    if tensor.dtype == "MXFP4":
+        return oracle.mxfp4(tensor.array, tensor.scales)
     if tensor.dtype == "F16":
         return tensor.array.astype(np.float32)
     return tensor.array

@@ -2,10 +2,13 @@
 
 The first half are the plain equations (models.md); the second half are the rows of the table, which are compositions
 of them. A function takes a row's inputs in table order, changes the `&` ones in place and returns the outputs as
-float64 (ids as int32); `OracleBackend` rounds them once into the caller's buffers.
+float64 (ids as int32); `OracleBackend` rounds them once into the caller's buffers. Where `Row.fills_outputs`, it takes
+them last and fills them. Rows of layers with experts: oracle_moe.py.
 """
 
 import numpy as np
+
+from .record import ACCEPTED, EMITTED, NOT_FINITE, OUT_OF_BUDGET, STOPPED, TOKENS, WHY
 
 # ---- plain equations -----------------------------------------------------------------------------------------
 
@@ -29,7 +32,7 @@ def store(y, out):
 
 
 def matrix(w):
-    """float64 (rows, cols) of a plain `Weight`."""
+    """float64 (rows, cols), or (experts, rows, cols), of a plain `Weight`."""
     return w.data if w.data.dtype == np.float64 else real(w.data)
 
 
@@ -42,6 +45,11 @@ def linear(x, w, bias=None):
 def rmsnorm(x, w, eps):
     """y = w * x / sqrt(mean(x^2) + eps) over the last axis. Source: Zhang & Sennrich 2019, eq. 4."""
     return w * (x / np.sqrt((x * x).mean(-1, keepdims=True) + eps))
+
+
+def normed(x, norm, eps):
+    """n(x) * norm of one row; where there is no norm, the row as it is."""
+    return x if norm is None else rmsnorm(x, norm, eps)
 
 
 def rope(x, cos, sin):
@@ -89,14 +97,14 @@ def qkv(
 ):
     """q = rope(qnorm(Wq n(x))); k and v likewise (v plain) go to the caches as key `at` of the slot.
 
-    Returns q: (T, H, K).
+    norm None: of x itself. Returns q: (T, H, K).
     """
     groups, room, size = cache_k.shape[1:]
     q = np.zeros((len(x), wq.rows // size, size))
     for t in range(len(x)):
         if pos[t] < 0:
             continue
-        y = rmsnorm(real(x[t]), norm, eps)
+        y = normed(real(x[t]), norm, eps)
         head = linear(y, matrix(wq), q_bias).reshape(-1, size)
         k, v = linear(y, matrix(wkv), kv_bias).reshape(2, groups, size)
         if q_norm is not None:
@@ -134,8 +142,8 @@ def linear_add(a, w, bias, tap_row, tap_at, x, taps, work):
 
 
 def gate_up(x, norm, eps, w, work):
-    """h = silu(Wg n(x)) * (Wu n(x)); w holds the gate rows, then the up rows. Returns (T, F)."""
-    return np.stack([_swiglu(linear(rmsnorm(real(row), norm, eps), matrix(w))) for row in x])
+    """h = silu(Wg n(x)) * (Wu n(x)); w holds the gate rows, then the up rows. norm None: of x itself. Returns (T, F)."""
+    return np.stack([_swiglu(linear(normed(real(row), norm, eps), matrix(w))) for row in x])
 
 
 def _swiglu(y):
@@ -353,36 +361,32 @@ def stage_context(start, fresh, slot, pos):
         fresh[n] = 0
 
 
-STOPPED, OUT_OF_BUDGET, NOT_FINITE = 1, 2, 3  # record[:, 2]; 0 while the slot runs
-
-
-def accept(drafts, choice, stop, start, anchor, fresh, left, done, record):
+def accept(drafts, choice, stop, start, anchor, fresh, left, done, record, kept):
     """Accept, commit, stop, next anchor, for every slot (models.md 7.4).
 
     choice[n*v + i]: the target's token after row i. The longest prefix with drafts[i+1] == choice[i] is kept, then
     the target's own token; the sum is cut at the budget, after the first stop id and before the first choice of -1 (the
-    target's logits are not finite). record: tokens committed, drafts kept before the cuts, why it ended, B tokens, then
-    the B drafts that were looked at (column 0 is -1): all that the host reads of a round.
+    target's logits are not finite). record: as in record.py. kept: rows of the pass that are committed.
     """
     width = len(choice) // len(start)
     for n in range(len(start)):
-        record[n] = 0
-        record[n, 3:] = -1
-        own_drafts = record[n, 3 + drafts.shape[1] :]
+        record[n], kept[n] = 0, 0
+        record[n, TOKENS:] = -1
+        tokens, own_drafts = np.split(record[n, TOKENS:], 2)
         if done[n]:
             continue
         own_drafts[1:width] = np.maximum(drafts[n, 1:width], 0)
         own = choice[n * width : (n + 1) * width]
-        kept = 0
-        while kept + 1 < width and drafts[n, kept + 1] == own[kept] >= 0:
-            kept += 1
+        accepted = 0
+        while accepted + 1 < width and drafts[n, accepted + 1] == own[accepted] >= 0:
+            accepted += 1
         emitted = 0
-        while emitted < min(kept + 1, left[n]) and not done[n]:
+        while emitted < min(accepted + 1, left[n]) and not done[n]:
             token = own[emitted]
             if token < 0:
                 done[n] = NOT_FINITE
                 break
-            record[n, 3 + emitted] = token
+            tokens[emitted] = token
             emitted += 1
             if token in stop:
                 done[n] = STOPPED
@@ -392,5 +396,9 @@ def accept(drafts, choice, stop, start, anchor, fresh, left, done, record):
         if left[n] == 0 and not done[n]:
             done[n] = OUT_OF_BUDGET
         if emitted:
-            anchor[n] = record[n, 2 + emitted]
-        record[n, :3] = emitted, kept, done[n]
+            anchor[n] = tokens[emitted - 1]
+        record[n, [EMITTED, ACCEPTED, WHY]] = emitted, accepted, done[n]
+        kept[n] = emitted
+
+
+from .oracle_moe import experts_down, experts_up, mxfp4, route  # noqa: F401 it needs the equations above

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import UserError
+from . import record
 
 CUDA_FOLDER = Path(str(resources.files(__package__))) / "cuda"
 
@@ -53,6 +54,12 @@ def texts(path):
                     waiting.append((folder / name).resolve())
                     break
     return found
+
+
+def macros(path, defines=None):
+    """{macro: value} that a source is compiled with: the caller's, and what a file that asks for RECORD_* needs."""
+    own = record.defines() if "RECORD_" in texts(path)[path] else {}
+    return own | (defines or {})
 
 
 def strip_comments(text):

@@ -10,7 +10,7 @@ if not (_here / "kernels").is_dir() and (_here.parent / "kernels" / "table.py").
     __path__.append(str(_here.parent))
 
 _PUBLIC = {
-    "load": "engine", "Engine": "engine", "generate": "loop", "stream": "loop", "Result": "stats",
+    "load": "engine", "Engine": "engine", "generate": "run", "stream": "run", "Result": "stats",
     "Round": "stats", "Stats": "stats", "UserError": "errors", "ops": "kernels",
 }  # fmt: skip
 __all__ = list(_PUBLIC)

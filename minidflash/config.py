@@ -1,11 +1,10 @@
-"""config.json -> one frozen ModelConfig or DrafterConfig. Families differ in fields, not in classes."""
+"""config.json -> one frozen ModelConfig or DrafterConfig (stack.py). Families differ in fields, not in classes."""
 
-from dataclasses import dataclass, field
 from itertools import pairwise
 
 from .config_keys import DRAFTER_FIXED, FIXED, Reader
 from .errors import UserError
-from .rope import Rope
+from .stack import DrafterConfig, Layer, ModelConfig
 from .values import told
 
 # Named here so that the refusal says "not built yet" and not "unknown"; models.md 3 to 6.
@@ -20,59 +19,6 @@ VARIANTS = {
     "DFlash2DraftModel": "DFlash 2", "DominoDraftModel": "Domino", "DSparkDraftModel": "DSpark",
     "LiLiCorrDraftModel": "LiLiCorr", "DFlashSpeculator": "speculators",
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """A target. windows: keys a layer sees, itself included, one a layer; 0: all. sources: fact -> config key."""
-
-    family: str
-    width: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    ffn: int
-    vocab: int
-    eps: float
-    rope: Rope
-    tied: bool
-    qk_norm: bool
-    attention_bias: bool
-    windows: tuple[int, ...]
-    max_positions: int
-    stop_ids: tuple[int, ...]
-    bos_id: int | None
-    dtype: str
-    sources: dict[str, str] = field(default_factory=dict, compare=False)
-
-
-@dataclass(frozen=True)
-class DrafterConfig:
-    """A DFlash v1 drafter. causal: inside the block, one a layer. vocab, max_positions: 0 when not stated."""
-
-    width: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    ffn: int
-    eps: float
-    rope: Rope
-    attention_bias: bool
-    windows: tuple[int, ...]
-    causal: tuple[bool, ...]
-    block: int
-    mask_id: int
-    taps: tuple[int, ...]
-    vocab: int
-    target_layers: int | None
-    max_positions: int
-    sources: dict[str, str] = field(default_factory=dict, compare=False)
-
-    def context(self, ctx):
-        """Positions that a drafted run may use where a plain one may use `ctx`."""
-        return min(ctx, self.max_positions or ctx)
 
 
 def _architecture(config):
@@ -126,8 +72,8 @@ def read_target(config, generation=None, tensors=None):
                 f"architecture {names or model_type} ({LATER[model_type]}) is not built yet", hint=hint
             )
         raise UserError(f"architecture {names or model_type} is not supported", hint=hint)
-    sizes = reader.sizes()
-    windows = reader.windows(sizes["layers"])
+    sizes, facts, count = reader.sizes()
+    windows = reader.windows(count)
     if family == "llama" and any(windows):
         reader.refuse("layer_types", "sliding_attention", "full_attention in every llama layer")
     vocab = reader.number("vocab", "vocab_size", int, 1)
@@ -137,8 +83,9 @@ def read_target(config, generation=None, tensors=None):
              *_ids(reader, "generation_config.eos_token_id", generation.get("eos_token_id"), vocab)]  # fmt: skip
     bos = config.get("bos_token_id")
     bos = list(_ids(reader, "bos_token_id", generation.get("bos_token_id") if bos is None else bos, vocab))
+    facts["qk_norm"] = family == "qwen3"
     result = ModelConfig(
-        family=family, vocab=vocab, tied=tied, qk_norm=family == "qwen3", windows=windows,
+        family=family, vocab=vocab, tied=tied, layers=tuple(Layer(window=window, **facts) for window in windows),
         max_positions=reader.number("max_positions", "max_position_embeddings", int, 1),
         stop_ids=tuple(dict.fromkeys(stops)), bos_id=bos[0] if bos else None,
         dtype=str(config.get("dtype") or config.get("torch_dtype") or ""), sources=reader.sources, **sizes,
@@ -177,21 +124,25 @@ def read_drafter(config, tensors=None):
         reader.refuse("architectures", names, DRAFTER)
     if model_type != "qwen3":
         reader.refuse("model_type", model_type, "'qwen3'")
-    sizes = reader.sizes()
+    sizes, facts, count = reader.sizes()
     target_layers = reader.number("target_layers", "num_target_layers", int, 1, default=0) or None
     hint = "the checkpoint's author knows them"
     if target_layers and target_layers > 4:
-        hint = f"the usual rule would give {suggested_taps(target_layers, sizes['layers'])}; " + hint
+        hint = f"the usual rule would give {suggested_taps(target_layers, count)}; " + hint
     taps = reader.value("taps", "target_layer_ids")
     if taps is None:
         reader.missing("dflash_config.target_layer_ids", hint)
     whole = isinstance(taps, list) and taps and all(type(tap) is int and tap >= 0 for tap in taps)
     if not whole or any(a >= b for a, b in pairwise(taps)):
         reader.refuse(reader.sources["taps"], taps, "target layers, counted from 0, strictly increasing")
-    windows = reader.windows(sizes["layers"])
+    windows = reader.windows(count)
     vocab = reader.number("vocab", "vocab_size", int, 1, default=0)
+    kinds = zip(windows, _causal(reader, windows), strict=True)
     result = DrafterConfig(
-        windows=windows, causal=_causal(reader, windows), taps=tuple(taps), vocab=vocab, target_layers=target_layers,
+        layers=tuple(
+            Layer(window=window, causal=causal, sees_block=causal, qk_norm=True, **facts) for window, causal in kinds
+        ),
+        taps=tuple(taps), vocab=vocab, target_layers=target_layers,
         block=reader.number("block", "block_size", int, 1, high=WIDEST),
         mask_id=reader.number("mask_id", "mask_token_id", int, 0),
         max_positions=reader.number("max_positions", "max_position_embeddings", int, 1, default=0),
@@ -223,14 +174,15 @@ def check_pair(target, drafter):
     source = drafter.sources.get("taps", "target_layer_ids")
     if target.width != drafter.width:
         raise UserError(f"drafter hidden_size is {drafter.width}, the target's is {target.width}: not a pair")
-    if drafter.target_layers not in (None, target.layers):
+    count = len(target.layers)
+    if drafter.target_layers not in (None, count):
         found = f"drafter num_target_layers is {drafter.target_layers}"
-        raise UserError(f"{found}, the target has {target.layers} layers: not a pair")
-    if drafter.taps[-1] >= target.layers:
+        raise UserError(f"{found}, the target has {count} layers: not a pair")
+    if drafter.taps[-1] >= count:
         raise UserError(
-            f"drafter {source} taps layer {told(drafter.taps[-1])}, the target has {target.layers} layers"
+            f"drafter {source} taps layer {told(drafter.taps[-1])}, the target has {count} layers"
         )
-    if drafter.taps[-1] == target.layers - 1:
+    if drafter.taps[-1] == count - 1:
         # The reference hands out the last layer after the final norm, other engines before it: nobody can say.
         raise UserError(
             f"drafter {source} taps the last target layer {drafter.taps[-1]}: with or without norm?"

@@ -91,7 +91,7 @@ class Reader:
         return default if found is None else found
 
     def sizes(self):
-        """The facts that targets and drafters share, as keyword arguments of both classes."""
+        """(width, eps, facts of all layers by name, how many): what targets and drafters share."""
         width = self.number("width", "hidden_size", int, 1)
         heads = self.number("heads", "num_attention_heads", int, 1)
         kv_heads = self.number("kv_heads", "num_key_value_heads", int, 1, default=heads)
@@ -105,13 +105,15 @@ class Reader:
         eps = self.number("eps", "rms_norm_eps", float, 0)
         if eps == 0:
             self.refuse("rms_norm_eps", eps, "more than 0")
-        return {
-            "width": width, "heads": heads, "kv_heads": kv_heads, "head_size": head_size, "eps": eps,
-            "rope": self.rope(),
-            "layers": self.layers(),
-            "ffn": self.number("ffn", "intermediate_size", int, 1),
+        rope = self.rope()
+        self.sources["ropes"] = self.sources["rope"]
+        layers = self.layers()
+        facts = {
+            "heads": heads, "kv_heads": kv_heads, "head_size": head_size, "scale": head_size**-0.5,
+            "ffn_width": self.number("ffn_width", "intermediate_size", int, 1),
             "attention_bias": self.flag("attention_bias", "attention_bias", False),
         }  # fmt: skip
+        return {"width": width, "eps": eps, "ropes": (rope,)}, facts, layers
 
     def layers(self):
         """How many layers; of each there are tensors, so lists and tables of a false number are never made."""

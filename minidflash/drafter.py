@@ -1,4 +1,4 @@
-"""The DFlash drafter: fuse and inject context features, then one pass over the block. models.md 7."""
+"""The DFlash drafter: fuse and inject context features, then one pass over the block, then its choice. models.md 7."""
 
 from .layers import run_layer
 
@@ -12,7 +12,7 @@ def inject(ops, model, s, taps, slot, pos):
     features = s.features[: len(taps)]
     ops.fuse(taps, w["fc"], w["hidden_norm"], config.eps, s.work, features)
     ops.inject(
-        features, w["kv"], w.get("kv_bias"), w["k_norm"], config.eps, *model.tables, slot, pos, pos, s.injected.k,
+        features, w["kv"], w.get("kv_bias"), w["k_norm"], config.eps, *model.tables[0], slot, pos, pos, s.injected.k,
         s.injected.v, s.work,
     )  # fmt: skip
 
@@ -24,42 +24,35 @@ def inject_fresh(ops, model, s):
 
 
 def draft(ops, engine, s, drafted_rows):
-    """One pass over [anchor, mask ...] of every slot; s.drafts gets the ids of the slots in drafted_rows.
+    """One pass over [anchor, mask ...] of every slot; s.drafts gets the ids at the positions of drafted_rows.
 
-    They are the likeliest, or where s.mass wants their laws, drawn.
-
-    Block keys and values land in the caches behind the context, where the next injection overwrites them.
     drafted_rows: i32 row numbers n * B + i, i in 1..v-1; the others need no head.
     """
-    model, target = engine.drafter, engine.target
-    config, rows = model.config, s.draft_rows
-    ops.stage(
-        s.anchor,
-        s.start,
-        s.fresh,
-        s.done,
-        s.masks,
-        rows.ids,
-        rows.slot,
-        rows.pos,
-        rows.at,
-        rows.begin,
-        rows.end,
-        rows.tap_row,
-    )
-    ops.embed(rows.ids, target.weights["embed"], 1.0, rows.x)
-    for i, layer in enumerate(model.layers):
-        run_layer(
-            ops, config, layer, model.tables, rows, s.drafter_caches[i],
-            rows.begin if config.causal[i] else rows.pos, config.windows[i], int(config.causal[i]), s.work,
-        )  # fmt: skip
-    w = model.weights
-    vocab = min(config.vocab or target.config.vocab, target.config.vocab)
-    head, drafts = target.weights["head"], s.drafts.reshape(-1)
+    draft_rows(ops, engine.drafter, s)
+    choose_drafts(ops, engine.drafter, s, drafted_rows)
+
+
+def draft_rows(ops, model, s):
+    """Stage and embed the block, and run the layers: s.draft_rows.x holds the result.
+
+    Block keys and values land in the caches behind the context, where the next injection overwrites them.
+    """
+    rows = s.draft_rows
+    ops.stage(s.anchor, s.start, s.fresh, s.done, s.masks, *rows.staged)
+    ops.embed(rows.ids, model.embed, 1.0, rows.x)
+    for i, cache in enumerate(s.drafter_caches):
+        run_layer(ops, model, i, rows, cache, s.work)
+
+
+def choose_drafts(ops, model, s, drafted_rows):
+    """s.drafts of those rows: the likeliest ids, or, where s.mass keeps their laws, drawn ones.
+
+    No id is proposed that the target cannot choose (model.ids).
+    """
+    rows, drafts = s.draft_rows, s.drafts.reshape(-1)
+    ranked = model.weights["norm"], model.config.eps, model.head, model.ids
     if s.mass is None:
-        ops.head(rows.x, drafted_rows, w["norm"], config.eps, head, vocab, drafts, s.work)
+        ops.head(rows.x, drafted_rows, *ranked, drafts, s.work)
         return
-    ops.propose(
-        rows.x, drafted_rows, rows.slot, rows.pos, w["norm"], config.eps, head, min(vocab, target.ids), s.key, s.law,
-        drafts, s.mass.reshape(len(drafts), -1), s.work,
-    )  # fmt: skip
+    mass = s.mass.reshape(len(drafts), -1)
+    ops.propose(rows.x, drafted_rows, rows.slot, rows.pos, *ranked, s.key, s.law, drafts, mass, s.work)

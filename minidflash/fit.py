@@ -1,13 +1,18 @@
 """How much memory a pair needs, before a weight is read: the run's own allocation, with buffers that only count."""
 
 import os
+from dataclasses import dataclass
 
 import numpy as np
 
+from .config import WIDEST
 from .errors import UserError
+from .rope import table_bytes
 from .state import make_state
+from .values import told
 
 FILLED = 0.95  # of a GPU's free memory: the rest is for kernels, the driver and what does not fit exactly
+KEPT_FREE = 0.9  # of all free memory, where nobody said how long the context is
 
 
 class Counting:
@@ -26,55 +31,83 @@ class Counting:
         pass
 
 
-def needed(ops, target, drafter, ctx, block=None, chunk=256):
-    """Bytes of what a run on `ops` holds besides weights.
+@dataclass(frozen=True)
+class Plan:
+    """What `load` will hold. ctx: positions of a run. limit: that the target allows. chunk: prompt tokens in one pass.
+
+    memory: name -> bytes: weights, rope_tables, target_cache, drafter_cache, workspace.
+    """
+
+    ctx: int
+    limit: int
+    chunk: int
+    memory: dict
+
+
+def make_plan(ops, pair, ctx=None, chunk=None, block=None):
+    """The Plan of a pair on a backend.
+
+    ctx: None: what the target allows and memory holds. chunk: None: the backend's. block: None: as trained.
+    Errors: UserError for a context that the target does not allow, or a GPU's memory does not hold.
+    Source: engine.md 5 (`--ctx`), F71.
+    """
+    limit, chunk = pair.target.config.max_positions, chunk or ops.prefill_chunk
+    if ctx is not None and not 1 <= ctx <= limit:
+        raise UserError(f"context of {told(ctx)} positions: the target allows 1 to {limit}", "change --ctx")
+
+    def memory(positions):
+        return needed(ops, *pair.configs, positions, block, min(chunk, positions), pair.weights)
+
+    def total(positions):
+        return sum(memory(positions).values())
+
+    ctx = ctx or fitting_context(ops, limit, total)
+    check_fit(ops, ctx, total)
+    return Plan(ctx, limit, min(chunk, ctx), memory(ctx))
+
+
+def needed(ops, target, drafter, ctx, block=None, chunk=256, weights=0):
+    """Bytes of what a run on `ops` holds, as Plan.memory.
 
     target, drafter: configs (drafter None: plain decoding). ctx: positions. block: default what the drafter was
-    trained on. Returns {"target_cache", "drafter_cache", "workspace"}. Errors: none. Source: engine.md 5, F71.
+    trained on. weights: their bytes. Errors: none.
     """
+    tables = table_bytes(positions_of(target, drafter, ctx))
     block = 1 if drafter is None else block or drafter.block
     drafter = None if block == 1 else drafter
-    return make_state(Counting(ops), target, drafter, target.stop_ids, 1, ctx, block, chunk).memory
+    held = make_state(Counting(ops), target, drafter, target.stop_ids, 1, ctx, block, chunk).memory
+    return {"weights": weights, "rope_tables": tables} | held
 
 
-def weight_bytes(bound):
-    """Bytes of bound checkpoint tensors as `engine.build` keeps them: matrices as stored, vectors and F16 in f32."""
-    total = 0
-    for parts in bound.values():
-        is_half = len(parts[0].shape) == 2 and all(part.dtype == "BF16" for part in parts)
-        total += sum(int(np.prod(part.shape)) for part in parts) * (2 if is_half else 4)
-    return total
+def positions_of(target, drafter, ctx):
+    """(rope, rotary width) -> positions that its tables of angles hold: equal ones of both models share them."""
+    found = dict.fromkeys(target.rotations, ctx + WIDEST)
+    for rotation in drafter.rotations if drafter else ():
+        found[rotation] = max(found.get(rotation, 0), drafter.context(ctx) + WIDEST)
+    return found
 
 
-def fitting_context(ops, target, drafter, limit, weights, chunk=256):
-    """The longest context that memory holds: `limit`, halved until the buffers fit beside the weights.
+def fitting_context(ops, limit, total):
+    """The longest context that memory holds: `limit`, halved until all fits, 512 at the least.
 
-    limit: positions the target allows. chunk: prompt tokens in one pass, never more than the context. weights:
-    their bytes. Keeps a tenth of the free memory for others; goes no lower than 512 positions. Returns positions.
-    Errors: none. Source: engine.md 5 (`--ctx`), F71.
+    total: positions -> bytes. A share of the free memory is left for others. Returns positions. Errors: none.
     """
     free = getattr(ops.backend, "free_memory", free_memory)()
     ctx = limit
-    while free and ctx > 512:
-        if weights + sum(needed(ops, target, drafter, ctx, chunk=min(chunk, ctx)).values()) <= 0.9 * free:
-            break
+    while free and ctx > 512 and total(ctx) > KEPT_FREE * free:
         ctx = max(512, ctx // 2)
     return ctx
 
 
-def check_fit(ops, target, drafter, ctx, weights, chunk=256):
+def check_fit(ops, ctx, total):
     """Refuse a context that a GPU's memory does not hold, before a weight is read.
 
-    Arguments as `fitting_context`. The host is not asked: it may swap, and says itself when it cannot. Errors:
-    UserError, code 3, with the context that fits. Source: engine.md 5 (`--ctx`).
+    total: positions -> bytes. The host is not asked: it may swap, and says itself when it cannot. Errors: UserError,
+    code 3, with the context that fits.
     """
     if not hasattr(ops.backend, "free_memory"):
         return
-    free, chunk = FILLED * ops.backend.free_memory(), min(chunk, ctx)
-
-    def total(positions):
-        return weights + sum(needed(ops, target, drafter, positions, chunk=chunk).values())
-
+    free = FILLED * ops.backend.free_memory()
     if total(ctx) <= free:
         return
     one = (total(2048) - total(1024)) / 1024  # bytes of a position

@@ -1,25 +1,45 @@
-"""One transformer layer, as the calls of the table. The target and the drafter are stacks of it."""
+"""One layer: its mixer, then its ffn, each a short function found by the name that the Layer says."""
+
+from .state import wide
 
 
-def run_layer(ops, config, w, tables, rows, cache, begin, window, causal, work, taps=None, tap_at=0):
-    """x += attention(norm(x)); x += mlp(norm(x)), in place on rows.x; k and v go to the caches of this layer.
+def run_layer(ops, model, i, rows, cache, work, taps=None, tap_at=0):
+    """Layer i of a model on rows.x, in place; what later rows need of it goes to its cache.
 
-    w: the layer's weights by name (weights/names.py). tables: cos, sin (P, J). cache: state.Cache of the layer.
-    begin: keys from this position on are inside any window (oracle.key_range).
-    window: keys a row sees, itself included; 0: all. causal: 1, or 0 for the drafter's whole-block view.
-    taps: where the new x also goes, at column tap_at. Source: models.md 1, 2, 7.3.
+    model: engine.Model. rows: state.Rows. cache: state.Cache of the layer. taps: where the new x also goes, at column
+    tap_at. Source: models.md 0, 7.3.
     """
-    cos, sin = tables
-    flat = rows.o.reshape(len(rows.o), -1)
+    layer, w = model.config.layers[i], model.layers[i]
+    MIXERS[layer.mixer](ops, model.config, layer, w, model.tables[i], rows, cache, work)
+    FFNS[layer.ffn](ops, model.config, layer, w, rows, work, taps, tap_at)
+
+
+def attention(ops, stack, layer, w, tables, rows, cache, work):
+    """x += Wo attend(Wq n(x), keys and values of the cache), after this pass's own went there."""
+    q, o = (wide(buffer, layer.heads, layer.head_size) for buffer in (rows.q, rows.o))
     ops.qkv(
-        rows.x, w["attn_norm"], config.eps, w["q"], w["kv"], w.get("q_bias"), w.get("kv_bias"), w.get("q_norm"),
-        w.get("k_norm"), cos, sin, rows.slot, rows.pos, rows.at, cache.k, cache.v, work, rows.q,
+        rows.x, w["attn_norm"], stack.eps, w["q"], w["kv"], w.get("q_bias"), w.get("kv_bias"), w.get("q_norm"),
+        w.get("k_norm"), *tables, *rows.address, cache.k, cache.v, work, q,
     )  # fmt: skip
-    scale = config.head_size**-0.5
+    begin = rows.begin if layer.sees_block else rows.pos
     ops.attend(
-        rows.q, cache.k, cache.v, rows.slot, rows.pos, begin, rows.end, window, causal, scale, work, rows.o
-    )
-    ops.linear_add(flat, w["o"], w.get("o_bias"), None, 0, rows.x, None, work)
-    ops.gate_up(rows.x, w["mlp_norm"], config.eps, w["gate_up"], work, rows.h)
+        q, cache.k, cache.v, rows.slot, rows.pos, begin, rows.end, layer.window, int(layer.causal), layer.scale, work, o
+    )  # fmt: skip
+    ops.linear_add(wide(rows.o, layer.q_rows), w["o"], w.get("o_bias"), None, 0, rows.x, None, work)
+
+
+def mlp(ops, stack, layer, w, rows, work, taps, tap_at):
+    """x += Wdown (silu(Wgate n(x)) * Wup n(x)), and to the taps."""
+    h = wide(rows.h, layer.ffn_width)
+    ops.gate_up(rows.x, w["mlp_norm"], stack.eps, w["gate_up"], work, h)
     tap_row = rows.tap_row if taps is not None else None
-    ops.linear_add(rows.h, w["down"], None, tap_row, tap_at, rows.x, taps, work)
+    ops.linear_add(h, w["down"], None, tap_row, tap_at, rows.x, taps, work)
+
+
+def addressed_by_position(ops, s, layer, cache):
+    """Commit of attention: nothing. Keys behind the committed rows are written over before a row sees them."""
+
+
+MIXERS, FFNS = {"attention": attention}, {"mlp": mlp}
+# mixer -> how its cache becomes that behind the s.kept rows of the verify pass
+COMMITS = {"attention": addressed_by_position}

@@ -25,13 +25,14 @@ OPTIONS = {
 class Request:
     """Checked. ids: the prompt. drafts: whether the drafter takes part. verify: rows a round, or "auto".
 
-    sampling: how tokens are chosen. options: what was asked for, as plain values. begun: when, by perf_counter.
+    raw: text is that of all channels. sampling: how tokens are chosen. options: what was asked for, as plain values. begun: when, by perf_counter.
     """
 
     ids: list
     max_tokens: int
     stop: list
     ignore_eos: bool
+    raw: bool
     block: int
     verify: int | str
     drafts: bool
@@ -64,8 +65,8 @@ class Request:
         check_room(engine, len(ids), o["max_tokens"], drafts)
         told_back = {name: o[name] for name in given}
         return cls(
-            ids, o["max_tokens"], o["stop"], o["ignore_eos"], block, verify, drafts, law, told_back, begun
-        )
+            ids, o["max_tokens"], o["stop"], o["ignore_eos"], o["raw"], block, verify, drafts, law, told_back, begun
+        )  # fmt: skip
 
 
 def _plain(engine, options):

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+PIECE = 65536  # positions whose angles are held in float64 at a time
 # What each kind needs (None) or may set (its published default; 0: unset). A kind not listed is refused.
 ROPE_KEYS = {
     "default": {},
@@ -86,3 +87,20 @@ class Rope:
         if self.mscale and self.mscale_all_dim:
             return term(self.mscale) / term(self.mscale_all_dim)
         return term(1.0)
+
+
+def rope_tables(ops, rope, size, positions):
+    """cos and sin, (positions, J): the angle in f32 as the reference has it, its cosine in float64, rounded once."""
+    frequencies, multiplier = rope.frequencies(size)
+    tables = tuple(ops.array((positions, len(frequencies)), "f32") for _ in range(2))
+    for first in range(0, positions, PIECE):
+        where = np.arange(first, min(first + PIECE, positions), dtype=np.float32)
+        angle = (where[:, None] * frequencies[None, :]).astype(np.float64)
+        for function, out in zip((np.cos, np.sin), tables, strict=True):
+            ops.upload(out[first : first + len(where)], (function(angle) * multiplier).astype(np.float32))
+    return tables
+
+
+def table_bytes(positions):
+    """Bytes of the tables of {(rope, size): positions}."""
+    return sum(count * size // 2 * 2 * 4 for (_, size), count in positions.items())

@@ -1,14 +1,20 @@
 """The caller-owned buffers of a run: caches, lengths, anchor, flags, rows, scratch; their bytes. Allocation only."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from minidflash.kernels import record
+
 
 @dataclass
 class Rows:
-    """The rows of one pass: who they are and their activations. All arrays have R rows; a pass uses the first T."""
+    """The rows of one pass: who they are and their activations. All arrays have R rows; a pass uses the first T.
+
+    q, o, h are as wide as the widest layer needs; `wide` gives a layer its part.
+    """
 
     ids: Any  # i32[R] token
     slot: Any  # i32[R] which sequence
@@ -18,26 +24,36 @@ class Rows:
     end: Any  # i32[R] one past the row's block
     tap_row: Any  # i32[R] row of the tap buffer
     x: Any  # A[R,D] residual stream
-    q: Any  # A[R,H,K]
-    o: Any  # A[R,H,K]
-    h: Any  # A[R,F]
+    q: Any  # A[R,H*K] queries
+    o: Any  # A[R,H*K] what attention gives
+    h: Any  # A[R,F] inside the ffn
 
     def first(self, count):
         """The same buffers, cut to `count` rows (views)."""
         return Rows(*(getattr(self, name)[:count] for name in self.__dataclass_fields__))
 
+    @property
+    def address(self):
+        """(slot, pos, at): which sequence, where rotation and windows see it, the number of its key."""
+        return self.slot, self.pos, self.at
 
-def make_rows(ops, config, count):
-    """Rows for passes of up to `count` rows through a model of `config`."""
+    @property
+    def staged(self):
+        """What the row `stage` of the table fills, in its order."""
+        return self.ids, self.slot, self.pos, self.at, self.begin, self.end, self.tap_row
+
+
+def wide(buffer, *shape):
+    """The first numbers of a buffer (R, most) as (R, *shape)."""
+    count = len(buffer)
+    return buffer.reshape(-1)[: count * math.prod(shape)].reshape(count, *shape)
+
+
+def make_rows(ops, stack, count):
+    """Rows for passes of up to `count` rows through a stack."""
     i32 = [ops.array((count,), "i32") for _ in range(7)]
-    heads = (count, config.heads, config.head_size)
-    return Rows(
-        *i32,
-        ops.array((count, config.width), "A"),
-        ops.array(heads, "A"),
-        ops.array(heads, "A"),
-        ops.array((count, config.ffn), "A"),
-    )
+    widths = stack.width, stack.most("q_rows"), stack.most("q_rows"), stack.most("ffn_width")
+    return Rows(*i32, *(ops.array((count, width), "A") for width in widths))
 
 
 @dataclass
@@ -64,8 +80,9 @@ class State:
     """Everything a run changes, for N slots. Lengths and flags live on the device; kernels read and write them.
 
     start: position of the anchor = rows in the target's cache. fresh: context features that wait for injection, at most B.
-    left: tokens the slot may still emit. done: 0, or why it ended (oracle.STOPPED, OUT_OF_BUDGET).
-    drafts: [N, B]; column 0 is not used. record: what accept tells the host. key, law, logprob: as in the row sample.
+    left: tokens the slot may still emit. done: 0, or why it ended (kernels/record.py). kept: rows of the last verify
+    pass that were committed. carried: arrays [N, ...] that say where a slot is and are not addressed by position;
+    `reset`, `snapshot` and `restore` are theirs. drafts: [N, B]; column 0 is not used. record: what accept tells the host. key, law, logprob: as in the row sample.
     mass: [N, B, V], the laws that drafts were drawn from; None where drafts are the likeliest tokens.
     caches, drafter_caches: a Cache a layer. injected: the drafter's, all layers in one, (L, N, G, S, K): one pass injects
     into all of them.
@@ -80,6 +97,8 @@ class State:
     fresh: Any
     left: Any
     done: Any
+    kept: Any
+    carried: tuple
     stop: Any
     masks: Any
     drafts: Any
@@ -115,10 +134,10 @@ def make_state(ops, target, drafter, stop_ids, slots, ctx, block, chunk, rejects
     rows = make_rows(ops, target, count)
     newest, cut = max(chunk, block), ops.backend.key_cut
     caches = [
-        _cache(ops, slots, target.kv_heads, cache_rows(window, room, newest, cut), target.head_size)
-        for window in target.windows
+        _cache(ops, slots, one.kv_heads, cache_rows(one.window, room, newest, cut), one.head_size)
+        for one in target.layers
     ]
-    i32 = {name: ops.array((slots,), "i32") for name in ("anchor", "start", "fresh", "left", "done")}
+    i32 = {name: ops.array((slots,), "i32") for name in ("anchor", "start", "fresh", "left", "done", "kept")}
     stop = ops.array((max(1, len(stop_ids)),), "i32")
     ops.upload(stop, np.array(sorted(stop_ids) or [-1], np.int32))
     masks, drafts = ops.array((slots, block), "i32"), ops.array((slots, block), "i32")
@@ -132,9 +151,10 @@ def make_state(ops, target, drafter, stop_ids, slots, ctx, block, chunk, rejects
         features = ops.array((count, drafter.width), "A")
         # One array for all layers, so one S: a ring where all of them slide.
         own = drafter.context(ctx) + block
-        longest = max(cache_rows(window, own, newest, cut) for window in drafter.windows)
-        injected = _cache(ops, drafter.layers, slots, drafter.kv_heads, longest, drafter.head_size)
-        stacked = 2 * drafter.layers * drafter.kv_heads * drafter.head_size
+        longest = max(cache_rows(one.window, own, newest, cut) for one in drafter.layers)
+        one, layers = drafter.layers[0], len(drafter.layers)
+        injected = _cache(ops, layers, slots, one.kv_heads, longest, one.head_size)
+        stacked = layers * one.kv_rows
         needs += _work_needs(drafter, wide, wide)[:-1]
         needs += [
             (count, columns, drafter.width),
@@ -149,8 +169,8 @@ def make_state(ops, target, drafter, stop_ids, slots, ctx, block, chunk, rejects
         "workspace": work.nbytes + _bytes(rows, draft_rows, taps, features, mass),
     }
     return State(
-        slots, ctx, block, chunk, **i32, stop=stop, masks=masks, drafts=drafts, choice=ops.array((count,), "i32"),
-        record=ops.array((slots, 2 * block + 3), "i32"), key=ops.array((slots, 4), "i32"),
+        slots, ctx, block, chunk, **i32, carried=tuple(i32.values()), stop=stop, masks=masks, drafts=drafts, choice=ops.array((count,), "i32"),
+        record=ops.array((slots, record.size(block)), "i32"), key=ops.array((slots, 4), "i32"),
         law=ops.array((slots, 3), "f32"), logprob=ops.array((count, 2), "f32"), mass=mass, rows=rows,
         draft_rows=draft_rows, context_slot=ops.array((wide,), "i32"), context_pos=ops.array((wide,), "i32"), taps=taps, features=features,
         caches=caches, injected=injected, work=work, memory=memory,
@@ -162,17 +182,17 @@ def _cache(ops, *shape):
     return Cache(ops.array(shape, "A"), ops.array(shape, "A"))
 
 
-def _work_needs(config, count, head_rows):
-    """(rows, inputs, outputs) of every matrix product of a model; the last one is its head's."""
-    size = config.head_size
-    q, kv = config.heads * size, 2 * config.kv_heads * size
-    return [
-        (count, config.width, q + kv),
-        (count, q, config.width),
-        (count, config.width, 2 * config.ffn),
-        (count, config.ffn, config.width),
-        (head_rows, config.width, config.vocab),
-    ]
+def _work_needs(stack, count, head_rows):
+    """(rows, inputs, outputs) of every matrix product of a stack; the last one is its head's."""
+    found = {}  # layers of one kind need the same
+    for one in stack.layers:
+        found |= dict.fromkeys([
+            (count, stack.width, one.q_rows + one.kv_rows),
+            (count, one.q_rows, stack.width),
+            (count, stack.width, 2 * one.ffn_width),
+            (count, one.ffn_width, stack.width),
+        ])  # fmt: skip
+    return [*found, (head_rows, stack.width, stack.vocab)]
 
 
 def _bytes(*buffers):
@@ -184,3 +204,31 @@ def _bytes(*buffers):
         elif buffer is not None:
             total += buffer.nbytes
     return total
+
+
+def reset(ops, s, slot):
+    """A slot begins anew: at position 0, nothing carried over. Keys of before lie behind it and are written over."""
+    for array in s.carried:
+        ops.upload(array[slot : slot + 1], np.zeros((1, *array.shape[1:]), array.dtype))
+
+
+def snapshot(ops, s, slot):
+    """Host copies of what a slot carries, for `restore`; no context feature may wait (s.fresh is 0).
+
+    Keys are not part of it: those that are older than the snapshot must still lie in their rows.
+    """
+    return [ops.download(array[slot : slot + 1]) for array in s.carried]
+
+
+def restore(ops, s, slot, copies):
+    """A slot is where it was at its `snapshot`."""
+    for array, values in zip(s.carried, copies, strict=True):
+        ops.upload(array[slot : slot + 1], values)
+
+
+def device_ids(ops, values):
+    """An i32 buffer with these values."""
+    values = np.array(list(values), np.int32)
+    out = ops.array(values.shape, "i32")
+    ops.upload(out, values)
+    return out

@@ -10,7 +10,8 @@ class Round:
     """One draft-verify-accept round, as `stream` yields it.
 
     tokens: ids committed by it, after stop and budget cuts. text: what they add to the text, None without a
-    tokenizer; a character still incomplete comes with a later round. drafted: the drafts that were verified
+    tokenizer; a character still incomplete comes with a later round. Of a model with channels the text is that of
+    the final one, with raw=True all of it, special tokens too. drafted: the drafts that were verified
     (v - 1 ids). accepted: how many of them verification kept, before stop and budget cuts. verify: v, the
     rows verified. seconds: wall time. finish_reason: on a run's last round why it ended, else None. sample: which
     of several answers to one prompt. logprobs: where asked for, a pair for each token: its log-probability under
@@ -103,6 +104,7 @@ class Memory:
     """Bytes of the buffers a run holds. Source: engine.md 5."""
 
     weights: int = 0
+    rope_tables: int = 0
     target_cache: int = 0
     drafter_cache: int = 0
     workspace: int = 0
@@ -112,7 +114,7 @@ class Memory:
 class Result:
     """A finished run.
 
-    text: None without a tokenizer. tokens: all new ids, a stop id included. finish_reason: "stop", "length"
+    text: as in Round. tokens: all new ids, a stop id included. finish_reason: "stop", "length"
     or "interrupted". rounds: tokens committed by each verify round; the prefill's token is not in it, so
     1 + sum(rounds) == len(tokens) unless tokens is empty; [] for plain decoding. prompt_tokens: count.
     machine: one line. target, drafter: names as loaded, drafter None for plain decoding. options: what the

@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 
+from .channels import open_stream
 from .errors import UserError
 
 
@@ -11,7 +12,8 @@ class StopText:
     The cut lies before the stop string. The tokens that stay are the fewest that carry all of the kept text:
     where the stop begins on a token bound, decode(kept ids) is exactly the kept text; where it begins inside
     a token, that token stays and the text ends within it. The answer depends on the tokens alone, never on
-    how rounds group them, so drafted and plain decoding stop alike. Source: F32.
+    how rounds group them, so drafted and plain decoding stop alike. Tokens before the text, those of other
+    channels, all stay. Source: F32.
 
     is_found: a stop is complete. kept_chars, kept_tokens: what certainly stays, counted from the start;
     final once is_found.
@@ -28,18 +30,21 @@ class StopText:
         self._reach = max(map(len, self._stops), default=1) - 1  # characters a stop may lie before new text
         self._tail = ""  # the last _reach characters
         self._ends = []  # characters so far, after each token
+        self._before = 0  # tokens before the text
         self.is_found = False
         self.kept_chars = 0
         self.kept_tokens = 0
 
-    def push(self, piece):
+    def push(self, piece, is_before=False):
         """Take the text that one token added.
 
-        piece: str, "" when the token showed nothing yet. Returns is_found. Errors: none. Source: F32.
+        piece: str, "" when the token showed nothing yet. is_before: it comes before the text. Returns is_found.
+        Errors: none. Source: F32.
         """
         start = (self._ends[-1] if self._ends else 0) - len(self._tail)
         text = self._tail + piece
         self._ends.append(start + len(text))
+        self._before += is_before
         found = [at for at in map(text.find, self._stops) if at >= 0]
         if found:
             self.is_found = True
@@ -48,7 +53,7 @@ class StopText:
             self.kept_chars = start + len(text) - self._held(text)
             self._tail = text[max(0, len(text) - self._reach) :]
         # A token without text of its own stays only if text follows it: a later cut may fall right here.
-        self.kept_tokens = bisect_left(self._ends, self.kept_chars) + 1 if self.kept_chars else 0
+        self.kept_tokens = bisect_left(self._ends, self.kept_chars) + 1 if self.kept_chars else self._before
         return self.is_found
 
     def _held(self, text):
@@ -67,11 +72,11 @@ class RoundText:
     found; the loop ends then. Source: F32, F35.
     """
 
-    def __init__(self, tokenizer, stops=()):
+    def __init__(self, tokenizer, stops=(), prompt=(), raw=False):
         """Start at the beginning of an answer.
 
-        tokenizer: Tokenizer, or None: text is then None. stops: stop strings. Errors: UserError for an empty
-        stop, a bare str, or stops without a tokenizer. Source: none.
+        tokenizer: Tokenizer, or None: text is then None. stops: stop strings. prompt, raw: as in open_stream.
+        Errors: UserError for an empty stop, a bare str, or stops without a tokenizer. Source: none.
         """
         if isinstance(stops, str):
             raise UserError("stop is one text, a list is needed", hint=f"stop=[{stops!r}]")
@@ -79,7 +84,7 @@ class RoundText:
             raise UserError(
                 "stop strings need a tokenizer, and this checkpoint has none", hint="leave out stop"
             )
-        self._stream = tokenizer.stream() if tokenizer is not None else None
+        self._stream = open_stream(tokenizer, prompt, raw) if tokenizer is not None else None
         self._stop = StopText(stops) if stops else None
         self._held = []  # rounds not given out yet
         self._tokens_out = 0
@@ -103,11 +108,12 @@ class RoundText:
         round.text = ""
         self._held.append(round)
         for index, token in enumerate(round.tokens):
+            is_before = not self._stream.has_begun
             piece = self._stream.push([token])
             if is_last and index == len(round.tokens) - 1:
                 piece += self._stream.finish()
             round.text += piece
-            if self._stop.push(piece):
+            if self._stop.push(piece, is_before):
                 self.is_stopped = True
                 return self._cut()
         return self.finish() if is_last else self._release()

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from .channels import Marks
 from .chat import read_templates, render_chat
 from .encoding import without_mark
 from .errors import UserError
@@ -44,7 +45,8 @@ class Tokenizer:
     """One checkpoint's tokenizer.
 
     stop_ids: frozenset of ids that end a text. vocab_size: ids are below it (the model may have more rows).
-    has_chat_template: False for a base model. backend: the tokenizers.Tokenizer. Source: engine.md 6.
+    has_chat_template: False for a base model. marks: of channels, None without them. backend: the
+    tokenizers.Tokenizer. Source: engine.md 6.
     """
 
     def __init__(self, backend, config=None, special=None, templates=None):
@@ -72,6 +74,7 @@ class Tokenizer:
                 )
             self.stop_ids = frozenset([stop])
         added = backend.get_added_tokens_decoder()
+        self.marks = Marks.of(backend)
         self._hidden = frozenset(i for i, token in added.items() if token.special)
         # Not the whole tokenizer as text: that takes a step for every number up to the largest id.
         self._has_byte_tokens = (
@@ -170,6 +173,8 @@ class TextStream:
     next may be a byte with which the ByteFallback decoder turns the whole run into U+FFFD, the characters that
     were complete too. A run is decoded once, when it ends (F109). Source: F35; tokenizers' decoders.
     """
+
+    has_begun = True
 
     def __init__(self, tokenizer):
         """Start empty.

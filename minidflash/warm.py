@@ -2,7 +2,8 @@
 
 import time
 
-from .loop import begin, prefill, program
+from .ahead import program
+from .loop import begin, prefill
 from .request import Request, release, reserve
 
 NOT_COMPILED = (

@@ -1,16 +1,16 @@
 """What a kernel test needs: random arguments, a checked call on a backend, and the same call in float64.
 
 A case is a dict of a row's inputs by name, on the host: activations in storage (f32, or bf16 bits), f32 vectors,
-i32 arrays, numbers, `Matrix` for weights. `work` is left out. `run` calls a backend with it, `truth` the oracle.
+i32 arrays, numbers, `Matrix` or `Experts` for weights. `work` is left out. `run` calls a backend with it, `truth` the oracle.
 """
 
 from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
-from minidflash.kernels import oracle
+from minidflash.kernels import oracle, oracle_moe
 from minidflash.kernels.ops import DTYPES, expected, storage
-from minidflash.kernels.table import ROWS
+from minidflash.kernels.table import ROWS, role_of
 from minidflash.kernels.weight import Weight
 
 from tests.compare import assert_close, real, worst
@@ -41,6 +41,43 @@ class Matrix:
         pass
 
 
+@dataclass
+class Blocks:
+    """An MXFP4 checkpoint tensor (rows, cols). array: u8 (rows, cols/32, 16); scales: u8 (rows, cols/32)."""
+
+    array: np.ndarray
+    scales: np.ndarray
+    dtype = "MXFP4"
+
+    @property
+    def shape(self):
+        return len(self.array), 32 * self.array.shape[1]
+
+    @property
+    def real(self):
+        return oracle.mxfp4(self.array, self.scales).astype(np.float64)
+
+    def drop(self):
+        pass
+
+
+@dataclass
+class Experts:
+    """A matrix for each of `count` experts: tensors stacked along rows, expert by expert, cut wherever they are."""
+
+    parts: list
+    count: int
+
+    @property
+    def shape(self):
+        rows = sum(part.shape[0] for part in self.parts)
+        return self.count, rows // self.count, self.parts[0].shape[1]
+
+    @property
+    def real(self):
+        return np.concatenate([part.real for part in self.parts]).reshape(self.shape)
+
+
 def stored(values, kind):
     """values rounded into storage: "f32", or "bf16" as bits."""
     values = np.asarray(values)
@@ -48,7 +85,7 @@ def stored(values, kind):
 
 
 class Make:
-    """Random arguments. activations, weights: "f32" or "bf16"."""
+    """Random arguments. activations: "f32" or "bf16"; weights: also "mxfp4", of experts alone."""
 
     def __init__(self, rng, activations="f32", weights="bf16"):
         self.rng, self.activations, self.weights = rng, activations, weights
@@ -67,10 +104,31 @@ class Make:
         """A weight whose outputs are of size 1."""
         return Matrix(stored(self.rng.standard_normal((rows, cols)) / np.sqrt(cols), self.weights))
 
+    def experts(self, count, rows, cols):
+        """Weights of experts whose outputs are of size 1; of mxfp4, cols is a multiple of 32."""
+        if self.weights != "mxfp4":
+            return Experts([self.w(count * rows, cols)], count)
+        middle = 127 - round(np.log2(3 * np.sqrt(cols)))  # 3: the root mean square of e2m1
+        blocks = self.rng.integers(0, 256, (count * rows, cols // 32, 16), np.uint8)
+        scales = self.rng.integers(middle - 1, middle + 2, (count * rows, cols // 32), np.uint8)
+        return Experts([Blocks(blocks, scales)], count)
+
+    def routing(self, rows, experts, used, idle=()):
+        """Arguments expert, first and order: random distinct experts for each row but the `idle` ones."""
+        expert = np.stack([self.rng.permutation(experts)[:used] for _ in range(rows)]).astype(np.int32)
+        expert[list(idle)] = -1
+        return grouped(expert, experts)
+
     def tables(self, positions, pairs, theta=10000.0):
         """cos and sin of a rotary embedding, (positions, pairs)."""
         angle = np.arange(positions)[:, None] / theta ** (np.arange(pairs) / pairs)
         return np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
+
+
+def grouped(expert, experts):
+    """Arguments expert, first and order for these experts (T, U) of the rows."""
+    first, order = oracle_moe.group(expert, experts)
+    return {"expert": expert, "first": first.astype(np.int32), "order": order.astype(np.int32)}
 
 
 def put(ops, values, kind):
@@ -111,7 +169,7 @@ def run(ops, name, case, **sizes):
     sizes: dim letters of outputs that no argument shows. Asserts that nothing behind a buffer was touched.
     """
     row, case = ROWS[name], addressed(case)
-    known, weights = letters(row, case, sizes), [v for v in case.values() if isinstance(v, Matrix)]
+    known, weights = letters(row, case, sizes), [v for v in case.values() if isinstance(v, (Matrix, Experts))]
     args, results, guards, counters = [], {}, [], None
 
     def poisoned(spec, shape, extra):
@@ -122,14 +180,17 @@ def run(ops, name, case, **sizes):
 
     for spec in row.inputs:
         if spec.name == "work":
-            cols = max([w.shape[1] for w in weights] or [case["q"].shape[2] * case["q"].shape[1]])
-            count = ops.backend.work_size(known["T"], cols, sum(w.shape[0] for w in weights))
+            cols = max([w.shape[-1] for w in weights] or [case["q"].shape[2] * case["q"].shape[1]])
+            rows = known["T"] * (known["U"] if "order" in case else 1)
+            count = ops.backend.work_size(rows, cols, sum(w.shape[-2] for w in weights))
             args.append(poisoned(spec, (count,), GUARD))
             counters = args[-1][: getattr(ops.backend, "counters", 0)]
             ops.upload(counters, np.zeros(counters.shape, np.float32))
             continue
         value = case[spec.name]
-        if spec.type == "W":
+        if isinstance(value, Experts):
+            value = ops.weight(value.parts, role_of(name, spec.name), value.count)
+        elif spec.type == "W":
             value = ops.weight([value])
         elif spec.dims is not None and value is not None:
             value = put(ops, value, spec.type)
@@ -153,18 +214,21 @@ def truth(name, case, function=None, **sizes):
     args, results = [], {}
     for spec in row.inputs:
         value = case.get(spec.name)
-        if isinstance(value, Matrix):
+        if isinstance(value, (Matrix, Experts)):
             value = Weight(value.shape, "f32", "plain", (value.real,))
         elif isinstance(value, np.ndarray):
             value = value.copy() if spec.type == "i32" else real(value)
         args.append(value)
         if spec.inplace and spec.name != "work" and value is not None:
             results[spec.name] = value
-    if all(spec.type == "i32" for spec in row.args):
+    if row.fills_outputs:
         known = letters(row, case, sizes)
         for spec in row.outputs:
-            shape = [expected(d, known) for d in spec.dims]
-            results[spec.name] = np.full(shape, JUNK["i32"], np.int32)
+            shape, kind = (
+                [expected(d, known) for d in spec.dims],
+                np.int32 if spec.type == "i32" else np.float64,
+            )
+            results[spec.name] = np.full(shape, JUNK[spec.type], kind)
         function(*args, *(results[spec.name] for spec in row.outputs))
         return results
     out = function(*args)
@@ -175,8 +239,8 @@ def truth(name, case, function=None, **sizes):
 
 
 def normed(x, norm, eps):
-    """rmsnorm in float64 of rows (T, D)."""
-    return oracle.rmsnorm(real(x), real(norm), eps)
+    """rmsnorm in float64 of rows (T, D); norm None: the rows."""
+    return real(x) if norm is None else oracle.rmsnorm(real(x), real(norm), eps)
 
 
 def dot_terms(y, w, bias=None):
@@ -205,18 +269,19 @@ def rope_terms(terms, cos, sin):
 
 def check(ops, name, case, terms, c, **sizes):
     """Kernel against float64 truth for every argument in `terms`; returns what the kernel wrote."""
-    got, want = run(ops, name, case, **sizes), truth(name, case)
+    got, want = run(ops, name, case, **sizes), truth(name, case, **sizes)
     for what, bound in terms.items():
         assert_close(got[what], want[what], bound, c, f"{name}: {what}")
     return got
 
 
-def slip(ops, name, case, wrong, terms, c):
+def slip(ops, name, case, wrong, terms, c, **sizes):
     """How many tolerances a wrong kernel is off: `wrong` is a function, or arguments it would have misread."""
     change = wrong if isinstance(wrong, dict) else {}
-    other = truth(name, case | change, None if change else wrong)
-    right = truth(name, case)
+    other = truth(name, case | change, None if change else wrong, **sizes)
+    right = truth(name, case, **sizes)
+    halves = [spec.name for spec in ROWS[name].args if spec.type == "A"]
     return max(
-        worst(stored(other[what], "f32" if what == "logits" else ops.activations), right[what], bound, c)
+        worst(stored(other[what], ops.activations if what in halves else "f32"), right[what], bound, c)
         for what, bound in terms.items()
     )

@@ -7,7 +7,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 import minidflash as md
-from minidflash import target as verifier
+from minidflash import target as target_pass
 from minidflash.state import make_state
 from tests.compare import real
 from tests.golden_files import golden
@@ -39,7 +39,7 @@ def state_of(engine, count, slots=1):
     """A State for passes of up to `count` target rows whose taps are all layers, side by side."""
     config, ops = engine.target.config, engine.ops
     s = make_state(ops, config, None, frozenset(), slots, min(engine.ctx, 512), 1, count)
-    s.taps = ops.array((count, config.layers * config.width), "A")
+    s.taps = ops.array((count, len(config.layers) * config.width), "A")
     return s
 
 
@@ -64,17 +64,17 @@ def forward(engine, s, ids, first=0):
     config, ops = engine.target.config, engine.ops
     rows = s.rows.first(len(ids))
     place(ops, rows, ids, first)
-    verifier.forward(ops, engine.target, s, rows, tuple(range(config.layers)))
-    return real(ops.download(s.taps)[: len(ids)]).reshape(len(ids), config.layers, config.width), rows
+    target_pass.forward(ops, engine.target, s, rows, tuple(range(len(config.layers))))
+    return real(ops.download(s.taps)[: len(ids)]).reshape(len(ids), len(config.layers), config.width), rows
 
 
 def logits_of(engine, rows):
     """The head's logits of rows whose stream is final: f32 (T, V)."""
-    ops, config, w = engine.ops, engine.target.config, engine.target.weights
+    ops, config, model = engine.ops, engine.target.config, engine.target
     count = len(rows.ids)
     out = ops.array((count, config.vocab), "f32")
     work = ops.array((ops.backend.work_size(count, config.width, config.vocab),), "f32")
-    ops.head_logits(rows.x, w["norm"], config.eps, w["head"], work, out)
+    ops.head_logits(rows.x, model.weights["norm"], config.eps, model.head, work, out)
     return ops.download(out)
 
 

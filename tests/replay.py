@@ -39,7 +39,7 @@ SOURCE = str(Path(__file__).with_suffix(".cu"))
 
 
 class Replay:
-    """Stands in for engine.propose.
+    """Stands in for engine.draft.
 
     known: all ids of the plain run, prompt first. plan[p]: how many drafts are right in a round whose anchor lies at
     position p; the slot after them is wrong, and the ones after that are right again (a trap: they must not count).
@@ -70,7 +70,7 @@ class Replay:
                 self.guess[p, wrong] = (self.guess[p, wrong] + rng.integers(1, vocab)) % vocab
 
     def __call__(self, ops, engine, s, drafted_rows):
-        """Record the copy. Arguments and place as engine.propose. Errors: none."""
+        """Record the copy. Arguments and place as engine.draft. Errors: none."""
         table = ops.array(self.guess.shape, "i32")
         ops.upload(table, self.guess)
         self.asked.append(ops.download(drafted_rows).tolist())
@@ -85,12 +85,12 @@ class Replay:
 @contextmanager
 def proposing(engine, propose):
     """The engine drafts by `propose` inside; its recorded programs are dropped on both sides."""
-    kept, engine.propose = engine.propose, propose
+    kept, engine.draft = engine.draft, propose
     engine.programs.clear()
     try:
         yield propose
     finally:
-        engine.propose = kept
+        engine.draft = kept
         engine.programs.clear()
 
 

@@ -21,7 +21,7 @@ def record_stages(engine, prompt, rounds=1):
     Also "taps" [n, C] and "features" of every context row, "anchor", "start" and "drafts". Works where memory is
     the host's.
     """
-    found, features, original = {}, {}, engine.propose
+    found, features, original = {}, {}, engine.draft
     # A prompt's kernels may be others.
     injects = {each: each.backend.inject for each in (engine.ops, engine.ops.for_prefill)}
 

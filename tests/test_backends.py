@@ -98,7 +98,7 @@ def test_memory_that_does_not_suffice_names_the_context_that_fits():
     ops = open_or_skip("emulate", "f32")
 
     def total(ctx):
-        return 1000 + sum(needed(ops, config, None, ctx).values())
+        return sum(needed(ops, config, None, ctx, weights=1000).values())
 
     class Card:
         name = "cuda"
@@ -111,11 +111,11 @@ def test_memory_that_does_not_suffice_names_the_context_that_fits():
         def __init__(self, free):
             self.backend, self.array = Card(free), ops.array
 
-    check_fit(On(total(4096) / 0.94), config, None, 4096, 1000)
+    check_fit(On(total(4096) / 0.94), 4096, total)
     with pytest.raises(UserError, match="4096 positions need") as caught:
-        check_fit(On(total(2100) / 0.95), config, None, 4096, 1000)
+        check_fit(On(total(2100) / 0.95), 4096, total)
     assert caught.value.code == 3 and caught.value.hint == "--ctx 2048 fits"
     with pytest.raises(UserError, match="512 positions need") as caught:
-        check_fit(On(1500), config, None, 512, 1000)
+        check_fit(On(1500), 512, total)
     assert "smaller model" in caught.value.hint
-    check_fit(ops, config, None, 4096, 10**15)  # the host is not asked
+    check_fit(ops, 4096, lambda ctx: 10**15)  # the host is not asked

@@ -21,7 +21,7 @@ def after(change):
     return wrap
 
 
-def anchor_before(drafts, choice, stop, start, anchor, fresh, left, done, record):
+def anchor_before(drafts, choice, stop, start, anchor, fresh, left, done, record, kept):
     anchor[0] += 1
 
 
@@ -29,15 +29,15 @@ def start_behind(drafts, choice, stop, start, *rest):
     start[0] += 1
 
 
-def id_outside(drafts, choice, stop, start, anchor, fresh, left, done, record):
+def id_outside(drafts, choice, stop, start, anchor, fresh, left, done, record, kept):
     record[0, 3] = 10**6
 
 
-def one_feature_more(drafts, choice, stop, start, anchor, fresh, left, done, record):
+def one_feature_more(drafts, choice, stop, start, anchor, fresh, left, done, record, kept):
     fresh[0] += 1
 
 
-def more_than_its_rows(drafts, choice, stop, start, anchor, fresh, left, done, record):
+def more_than_its_rows(drafts, choice, stop, start, anchor, fresh, left, done, record, kept):
     record[0, 0] = 9
 
 

@@ -62,7 +62,7 @@ def test_both_spellings_read_alike_and_frequencies_are_golden(name):
     legacy = folder / "config.legacy.json"
     if legacy.is_file():
         assert read_target(json.loads(legacy.read_text())) == config
-    found, multiplier = config.rope.frequencies(config.head_size)
+    found, multiplier = config.ropes[0].frequencies(config.layers[0].head_size)
     tensors = read_file(folder / "golden.safetensors")
     assert found.dtype == np.float32
     assert np.array_equal(found, tensors["rope.inv_freq"].array)  # the reference's bits, not only its values
@@ -82,7 +82,7 @@ def test_yarn_frequencies_are_golden():
 def test_llama3_scaling_against_float64(factor, position):  # F52
     theta, size = 500000.0, 128
     config = read_target(TARGET | {"rope_theta": theta, "rope_scaling": LLAMA3 | {"factor": factor}})
-    found, _ = config.rope.frequencies(size)
+    found, _ = config.ropes[0].frequencies(size)
     plain = theta ** (-np.arange(0, size, 2) / size)
     turns = 8192 * plain / (2 * np.pi)
     blend = np.clip((turns - 1) / 3, 0, 1)
@@ -93,12 +93,12 @@ def test_llama3_scaling_against_float64(factor, position):  # F52
 
 def test_yarn_multipliers():
     def multiplier(**more):
-        return read_drafter(DRAFTER | {"rope_scaling": YARN | more}).rope.frequencies(24)[1]
+        return read_drafter(DRAFTER | {"rope_scaling": YARN | more}).ropes[0].frequencies(24)[1]
 
     assert multiplier() == pytest.approx(1.3466, abs=1e-4)
     assert multiplier(attention_factor=1.5) == 1.5
     assert multiplier(mscale=1.0, mscale_all_dim=1.0) == 1.0  # the ratio form; the plain term would be wrong
-    assert read_drafter(DRAFTER | {"rope_scaling": YARN}).rope.truncate is True
+    assert read_drafter(DRAFTER | {"rope_scaling": YARN}).ropes[0].truncate is True
 
 
 @pytest.mark.parametrize("kind", ["linear", "dynamic", "longrope", "mystery", 3, ["yarn"]])
@@ -115,17 +115,19 @@ def test_rope_keys_are_complete_and_known():
     refused(read_target, TARGET | {"rope_scaling": {"rope_type": "default", "type": "yarn"}}, "rope_type")
     refused(read_target, TARGET | {"rope_parameters": {"rope_theta": 5.0}}, "rope_theta")
     refused(read_target, TARGET | {"rope_parameters": {"full_attention": {}}}, "full_attention")
-    assert read_target(TARGET | {"rope_scaling": {"type": "default"}}).rope == Rope(10000.0)
-    assert read_target(TARGET | {"rope_scaling": {}}).rope == Rope(10000.0)
+    assert read_target(TARGET | {"rope_scaling": {"type": "default"}}).ropes == (Rope(10000.0),)
+    assert read_target(TARGET | {"rope_scaling": {}}).ropes == (Rope(10000.0),)
     assert (
-        read_target(changed(TARGET, "rope_theta", ...) | {"rope_parameters": {"rope_theta": 7.0}}).rope.theta
+        read_target(changed(TARGET, "rope_theta", ...) | {"rope_parameters": {"rope_theta": 7.0}})
+        .ropes[0]
+        .theta
         == 7
     )
 
 
 def test_one_source_is_kept_for_every_fact():
     config = read_target(changed(TARGET, "head_dim", ...))
-    assert config.head_size == 16 and "absent" in config.sources["head_size"]
+    assert config.layers[0].head_size == 16 and "absent" in config.sources["head_size"]
     assert config.sources["width"] == "hidden_size" and config.sources["rope"] == "rope_theta"
     assert read_drafter(DRAFTER).sources["taps"] == "dflash_config.target_layer_ids"
 
@@ -141,7 +143,7 @@ def test_odd_head_shapes_load(heads, kv_heads, width, head_dim):  # F53
         "head_dim": head_dim,
     }
     config = read_target(TARGET | sizes)
-    assert config.head_size == (head_dim or width // heads)
+    assert config.layers[0].head_size == (head_dim or width // heads)
 
 
 @pytest.mark.parametrize("key, value", [
@@ -212,8 +214,8 @@ def test_stop_ids_are_the_union():  # F33, F34
 def test_qwen3_windows_need_layer_types():
     kinds = ["full_attention", "sliding_attention"] * 3
     sliding = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 3}
-    assert read_target(QWEN3 | sliding | {"layer_types": kinds}).windows == (0, 9) * 3
-    assert read_target(QWEN3 | {"use_sliding_window": False, "sliding_window": 9}).windows == (0,) * 6
+    assert read_target(QWEN3 | sliding | {"layer_types": kinds}).each("window") == (0, 9) * 3
+    assert read_target(QWEN3 | {"use_sliding_window": False, "sliding_window": 9}).each("window") == (0,) * 6
     refused(read_target, QWEN3 | sliding, "layer_types")
     refused(read_target, QWEN3 | {"layer_types": kinds, "use_sliding_window": True}, "sliding_window")
     refused(read_target, QWEN3 | {"layer_types": kinds, "use_sliding_window": False}, "use_sliding_window")
@@ -292,17 +294,19 @@ SLIDING = {"use_sliding_window": True, "sliding_window": 9,
 
 def test_windows_and_causality():  # models.md 7.5, F19
     mixed = read_drafter(DRAFTER | SLIDING)
-    assert mixed.windows == (9, 9, 0) and mixed.causal == (True, True, False)
-    assert read_drafter(DRAFTER | SLIDING | {"is_causal": False}).causal == (False,) * 3
-    assert read_drafter(DRAFTER | SLIDING | {"is_causal": True}).causal == (True,) * 3
-    assert read_drafter(DRAFTER | {"is_causal": True}).causal == (True,) * 3
+    assert mixed.each("window") == (9, 9, 0) and mixed.each("causal") == (True, True, False)
+    assert read_drafter(DRAFTER | SLIDING | {"is_causal": False}).each("causal") == (False,) * 3
+    assert read_drafter(DRAFTER | SLIDING | {"is_causal": True}).each("causal") == (True,) * 3
+    assert read_drafter(DRAFTER | {"is_causal": True}).each("causal") == (True,) * 3
     nested = changed(DRAFTER | SLIDING, "dflash_config.causal", False)
-    assert read_drafter(nested).causal == (False,) * 3
-    assert read_drafter(nested | {"is_causal": True}).causal == (True,) * 3  # is_causal is asked first
-    assert read_drafter(DRAFTER).causal == (False,) * 3
+    assert read_drafter(nested).each("causal") == (False,) * 3
+    assert (
+        read_drafter(nested | {"is_causal": True}).each("causal") == (True,) * 3
+    )  # is_causal is asked first
+    assert read_drafter(DRAFTER).each("causal") == (False,) * 3
     every = DRAFTER | SLIDING | {"layer_types": ["sliding_attention"] * 3}
     refused(read_drafter, every, "is_causal")
-    assert read_drafter(every | {"is_causal": False}).windows == (9, 9, 9)
+    assert read_drafter(every | {"is_causal": False}).each("window") == (9, 9, 9)
     refused(read_drafter, DRAFTER | SLIDING | {"is_causal": "yes"}, "is_causal")
     refused(read_drafter, DRAFTER | SLIDING | {"sliding_window": None}, "sliding_window")
     refused(read_drafter, DRAFTER | SLIDING | {"sliding_window": 0}, "sliding_window")
@@ -339,5 +343,5 @@ def test_golden_pairs_fit(name):
     target = golden(json.loads((folder / "pair.json").read_text())["target"].removeprefix("../"))
     drafter = read_drafter(json.loads((folder / "config.json").read_text()))
     check_pair(read_target(json.loads((target / "config.json").read_text())), drafter)
-    assert drafter.windows == ((9, 9, 0) if "swa" in name else (0,) * drafter.layers)
-    assert drafter.causal == tuple(window > 0 for window in drafter.windows)
+    assert drafter.each("window") == ((9, 9, 0) if "swa" in name else (0,) * len(drafter.layers))
+    assert drafter.each("causal") == tuple(window > 0 for window in drafter.each("window"))

@@ -298,9 +298,7 @@ def test_ttft_is_counted_from_the_call(engine, monkeypatch):
         return call
 
     monkeypatch.setattr(request, "prompt_ids", slowly(request.prompt_ids, 0.05))  # a template, an encoder
-    monkeypatch.setattr(
-        loop, "start_schedule", slowly(loop.start_schedule, 0.07)
-    )  # kernels that compile, widths
+    monkeypatch.setattr(loop, "prepare", slowly(loop.prepare, 0.07))  # kernels that compile, widths
     since = time.perf_counter()
     timing = md.generate(engine, P, max_tokens=3, verify=1).timing
     whole = time.perf_counter() - since
@@ -328,7 +326,8 @@ def test_f108_a_drafter_made_for_fewer_positions(tmp_path, mdf):
     config = engine.drafter.config
     assert (engine.ctx, config.context(512), config.context(100)) == (512, 256, 100)
     assert replace(config, max_positions=0).context(70) == 70  # not stated: the target's
-    assert len(engine.drafter.tables[0]) == 256 + 64 and len(engine.target.tables[0]) == 512 + 64
+    cos, _ = engine.target.tables[0]
+    assert len(cos) == 512 + 64 and engine.drafter.tables[0][0] is cos  # one kind of rope
     assert md.generate(engine, [9] * 300 + [5], max_tokens=3, drafter=False).tokens == [20] * 3
     with pytest.raises(UserError, match="made for 256"):
         md.stream(engine, [9] * 250, max_tokens=7)
@@ -350,3 +349,17 @@ def test_info_and_load_agree_on_the_context(tmp_path, mdf):
     assert memory["ctx"] == memory["limit"] == engine.ctx == 4096
     md.generate(engine, P, max_tokens=2)
     assert {name: memory["bytes"][name] for name in engine.state.memory} == engine.state.memory
+
+
+def test_greedy_drafts_hold_no_ids_that_the_target_cannot_choose(tmp_path):
+    """Rows of the head behind the tokenizer's ids are never drafted, as they are never drawn."""
+    target, drafter = automaton.build(tmp_path, "FX-B")
+    engine = md.load(str(target), drafter=str(drafter), backend="oracle", warm=False)
+    assert engine.drafter.ids == engine.target.ids <= engine.target.config.vocab
+    tokenizer = json.loads((target / "tokenizer.json").read_text())
+    known = dict(list(tokenizer["model"]["vocab"].items())[:40])
+    tokenizer["model"]["vocab"] = known
+    tokenizer["added_tokens"] = [t for t in tokenizer.get("added_tokens", []) if t["id"] < 40]
+    (target / "tokenizer.json").write_text(json.dumps(tokenizer))
+    fewer = md.load(str(target), drafter=str(drafter), backend="oracle", warm=False)
+    assert fewer.target.ids == fewer.drafter.ids < engine.target.ids, "cannot_choose"

@@ -33,10 +33,15 @@ def target():
 
 def test_it_binds_and_fits_the_embedded_drafter(target):
     config = read_target(target.config, target.generation)
-    assert (config.width, config.layers, config.heads, config.kv_heads) == (576, 30, 9, 3)
+    assert (config.width, len(config.layers), config.most("heads"), config.most("kv_heads")) == (
+        576,
+        30,
+        9,
+        3,
+    )
     assert config.tied and config.stop_ids == (2,) and config.bos_id == 1 and config.eps == 1e-5
     bound = bind_target(config, target.tensors)
-    assert sorted(t.name for parts in bound.values() for t in parts) == sorted(target.tensors)
+    assert sorted(t.name for one in bound.values() for t in one.parts) == sorted(target.tensors)
     assert {tensor.dtype for tensor in target.tensors.values()} == {"BF16"}
     check_pair(config, read_drafter(open_checkpoint("default", "drafter").config))
 
@@ -69,11 +74,12 @@ def test_its_weights_give_the_golden_logits(target):
     """A plain f32 forward pass: 5e-5 when all 272 tensors are right, units when one rotary order is wrong."""
     config = read_target(target.config)
     bound = bind_target(config, target.tensors)
-    width, heads, size = config.width, config.heads, config.head_size
+    layer, width = config.layers[0], config.width
+    heads, size = layer.heads, layer.head_size
     tensors = read_file(golden("smollm2-135m") / "golden.safetensors")
 
     def weight(name):
-        wide = [(t.array.astype(np.uint32) << 16).view(np.float32) for t in bound[name]]
+        wide = [(t.array.astype(np.uint32) << 16).view(np.float32) for t in bound[name].parts]
         return np.concatenate(wide)
 
     def norm(x, name):
@@ -87,15 +93,16 @@ def test_its_weights_give_the_golden_logits(target):
     count = len(ids)
     embed = weight("embed")
     x = embed[ids]
-    angle = np.arange(count, dtype=np.float32)[:, None, None] * config.rope.frequencies(size)[0]
+    angle = np.arange(count, dtype=np.float32)[:, None, None] * config.ropes[0].frequencies(size)[0]
     cos, sin = np.cos(angle), np.sin(angle)
     mask = np.triu(np.full((count, count), -1e30, np.float32), 1)
-    for i in range(config.layers):
+    groups = layer.kv_heads
+    for i in range(len(config.layers)):
         layer = f"layers.{i}."
         y = norm(x, layer + "attn_norm")
         q = turn((y @ weight(layer + "q").T).reshape(count, heads, size))
-        k, v = (y @ weight(layer + "kv").T).reshape(count, 2, config.kv_heads, size).swapaxes(0, 1)
-        k, v = (np.repeat(part, heads // config.kv_heads, 1) for part in (turn(k), v))
+        k, v = (y @ weight(layer + "kv").T).reshape(count, 2, groups, size).swapaxes(0, 1)
+        k, v = (np.repeat(part, heads // groups, 1) for part in (turn(k), v))
         score = np.einsum("thd,shd->hts", q, k) / np.sqrt(np.float32(size)) + mask
         share = np.exp(score - score.max(-1, keepdims=True))
         share /= share.sum(-1, keepdims=True)
@@ -261,6 +268,7 @@ def fake_hub(monkeypatch, tmp_path):
                 name = str(file.relative_to(remote))
                 wanted = any(fnmatch(name, pattern) for pattern in allow_patterns)
                 if wanted and not any(fnmatch(name, pattern) for pattern in ignore_patterns):
+                    (local / name).parent.mkdir(exist_ok=True)
                     (local / name).write_bytes(file.read_bytes())
         return str(local)
 
@@ -273,12 +281,19 @@ def test_a_hub_id_fetches_what_it_names_and_no_more(fake_hub, tmp_path):
     folder = build(tmp_path)[0]
     for file in folder.iterdir():
         (remote / file.name).write_bytes(file.read_bytes())
-    (remote / "stray.safetensors").write_bytes(b"x")
-    (remote / "original").mkdir()
-    (remote / "original" / SINGLE).write_bytes(b"x")
+    read = {"generation_config.json": "{}", "chat_template.jinja": "x", "special_tokens_map.json": "{}"}
+    for name, text in read.items():
+        (remote / name).write_text(text)
+    strays = ["stray.safetensors", "tekken.json", "README.md", "tokenizer.model", "other.jinja"]
+    folders = {"original": ["config.json", "dtypes.json", SINGLE], "metal": ["model.bin", SINGLE]}
+    strays += [f"{place}/{name}" for place, names in folders.items() for name in names]
+    for name in strays:
+        (remote / name).parent.mkdir(exist_ok=True)
+        (remote / name).write_bytes(b"x")
     checkpoint = open_checkpoint("owner/name", "target", revision="abc")
     assert checkpoint.folder == local and checkpoint.name == "owner/name" and len(checkpoint.tensors)
-    assert not (local / "stray.safetensors").exists()
+    fetched = {str(path.relative_to(local)) for path in local.rglob("*") if path.is_file()}
+    assert fetched == {file.name for file in folder.iterdir()} | set(read)
     assert {call[:3] for call in calls} == {("owner/name", "abc", False)}
     names = {name: "odd shard" for name in checkpoint.tensors}
     (remote / SINGLE).rename(remote / "odd shard")
@@ -288,6 +303,9 @@ def test_a_hub_id_fetches_what_it_names_and_no_more(fake_hub, tmp_path):
     calls.clear()
     open_checkpoint("owner/name", "target", offline=True)
     assert calls and all(call[2] for call in calls)  # the client is told to look at what is there
+    (remote / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, f"original/{SINGLE}")}))
+    fails("owner/name", "need a file name in this folder")
+    assert not (local / "original").exists()
 
 
 def test_hub_failures_are_one_line_each(monkeypatch):

@@ -51,6 +51,9 @@ stop texts
 budget
 the end of the context is said at the call
 memory is foretold
+a slot goes back to its snapshot
+greedy drafts are ids that the target can choose
+revisions of target and drafter are their own
 statistics count what was verified
 the trace tells the run
 the json schema
@@ -59,6 +62,7 @@ errors are one line
 interrupts leave the engine usable
 an engine runs one text at a time
 streamed text is the whole text
+text of a model with channels is the final one's
 chat templates
 a loop that is wrong is noticed under MINIDFLASH_CHECK
 auto costs little where drafting does not pay

@@ -42,7 +42,7 @@ def test_every_layer_of_a_prompt(ops, target, engine_of_config):
         ids = g[f"{p}.input_ids"]
         s = state_of(engine, len(ids))
         hidden, rows = forward(engine, s, ids)
-        for i in range(engine.target.config.layers):
+        for i in range(len(engine.target.config.layers)):
             assert relative(hidden[:, i], g[f"{p}.hidden.{i}"]) < CLOSE, f"{p} layer {i}"
             for kind in "kv":
                 found = ops.download(getattr(s.caches[i], kind))[0, :, : len(ids)]
@@ -66,7 +66,7 @@ def test_greedy_ids(ops, target, p, engine_of_config):
 @pytest.mark.parametrize("target", TARGETS)
 def test_rope_frequencies(target):
     config, g = engine_of(target, None, "oracle", "f32").target.config, numbers(target)
-    frequencies, multiplier = config.rope.frequencies(config.head_size)
+    frequencies, multiplier = config.ropes[0].frequencies(config.layers[0].head_size)
     np.testing.assert_array_equal(frequencies, g["rope.inv_freq"])
     assert multiplier == g["rope.attention_scaling"][0]
 
@@ -74,7 +74,7 @@ def test_rope_frequencies(target):
 def rotate_neighbours(engine):
     """K rows of the first layer as if pairs were neighbours: what a reader of the other RoPE layout would have."""
     kv = engine.target.layers[0]["kv"]
-    size = engine.target.config.head_size
+    size = engine.target.config.layers[0].head_size
     order = np.arange(size).reshape(-1, 2).T.reshape(-1)
     data = kv.data.copy()
     data[:size] = data[:size][order]
@@ -82,18 +82,19 @@ def rotate_neighbours(engine):
 
 
 def drop_scaling(engine):
-    from minidflash.engine import rope_tables
+    from minidflash.rope import rope_tables
 
     config = engine.target.config
-    plain = dataclasses.replace(config, rope=dataclasses.replace(config.rope, kind="default"))
-    engine.target.tables = rope_tables(engine.ops, plain, 600)
+    rope, size = config.rotations[0]
+    tables = rope_tables(engine.ops, dataclasses.replace(rope, kind="default"), size, 600)
+    engine.target.tables = [tables] * len(config.layers)
 
 
 def shift_positions(engine):
-    engine.target.tables = tuple(np.roll(t, 1, 0) * 1 for t in engine.target.tables)
-    for table, first in zip(engine.target.tables, (1, 0), strict=True):
+    tables = tuple(np.roll(t, 1, 0)[:-1].copy() for t in engine.target.tables[0])
+    for table, first in zip(tables, (1, 0), strict=True):
         table[0] = first
-    engine.target.tables = tuple(np.ascontiguousarray(t[:-1]) for t in engine.target.tables)
+    engine.target.tables = [tables] * len(engine.target.layers)
 
 
 def double_norm(engine):

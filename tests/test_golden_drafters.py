@@ -53,7 +53,7 @@ def draft_logits(engine, s):
     target, w = engine.target, engine.drafter.weights
     out = ops.array((count, target.config.vocab), "f32")
     work = ops.array((ops.backend.work_size(count, target.config.width, target.config.vocab),), "f32")
-    ops.head_logits(s.draft_rows.x, w["norm"], engine.drafter.config.eps, target.weights["head"], work, out)
+    ops.head_logits(s.draft_rows.x, w["norm"], engine.drafter.config.eps, target.head, work, out)
     return ops.download(out)[1:]
 
 
@@ -71,7 +71,7 @@ def compare_call(engine, s, g, k, fresh):
     assert ops.download(s.draft_rows.pos).tolist() == positions[fresh:]
     assert spy.seen[0][0] == "embed" and (spy.seen[0][1] == get[f"s{k}.noise_embedding"]).all()
     streams = [x for _, x in spy.seen]
-    for i in range(config.layers):
+    for i in range(len(config.layers)):
         before, middle, after = streams[2 * i : 2 * i + 3]
         rms = np.sqrt((after**2).mean())
         for name, change in (("self_attn", middle - before), ("mlp", after - middle)):

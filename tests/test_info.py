@@ -26,7 +26,7 @@ def test_info_names_facts_with_their_keys_and_backends_with_reasons(mdf, pair):
     assert facts["taps"] == {"value": [1], "from": "dflash_config.target_layer_ids"}
     assert facts["mask_id"] == {"value": 63, "from": "dflash_config.mask_token_id"}
     assert facts["block"]["value"] == 8
-    assert found["target"]["facts"]["rope"]["value"]["theta"] == 10000.0
+    assert found["target"]["facts"]["ropes"]["value"][0]["theta"] == 10000.0
     assert found["target"]["files"]["model.safetensors"] > 100_000
     assert found["backends"]["oracle"] is None
     assert all(reason is None or reason for reason in found["backends"].values())
@@ -118,3 +118,44 @@ def test_bench_refuses_a_file_without_prompts(mdf, pair, tmp_path):
         code, _, err = mdf("bench", *pair, "--prompts", tmp_path / "p.jsonl")
         assert code == 2
         assert "prompts" in err or "no prompt" in err
+
+
+def test_tables_and_weights_are_foretold_as_they_are_held(mdf, pair):
+    """What the plan counts is what lies there: every weight once, and the tables of angles."""
+    memory = json.loads(mdf("info", *pair, "--json", "--ctx", 100)[1])["memory"]["bytes"]
+    engine = md.load(pair[1], drafter=pair[3], ctx=100, backend="numba", warm=False)
+    models = engine.target, engine.drafter
+    tables = {id(table): table.nbytes for model in models for cos_sin in model.tables for table in cos_sin}
+    assert memory["rope_tables"] == sum(tables.values())
+    own = [w for model in models for part in (model.weights, *model.layers) for w in part.values()]
+    views = [layer[name] for layer in engine.drafter.layers for name in ("kv", "k_norm")]  # counted already
+    assert memory["weights"] == sum(w.nbytes for w in own) - sum(w.nbytes for w in views)
+
+
+def test_info_opens_the_device_that_is_named(mdf, pair):
+    code, _, err = mdf("info", *pair, "--backend", "numba", "--device", 3)
+    assert code == 2 and "device 3" in err
+
+
+def test_info_refuses_a_context_that_load_refuses(mdf, pair):
+    assert (
+        mdf("info", *pair, "--ctx", 4097)[0] == mdf("generate", "--tokens", "9", *pair, "--ctx", 4097)[0] == 2
+    )
+
+
+def test_target_and_drafter_have_revisions_of_their_own(monkeypatch):
+    import minidflash.weights
+
+    from minidflash.pair import open_pair
+
+    asked, opened = [], minidflash.weights.open_checkpoint
+
+    def watched(spec, role, revision=None, *rest):
+        asked.append((role, revision))
+        return opened(spec, role, None, *rest)
+
+    monkeypatch.setattr(minidflash.weights, "open_checkpoint", watched)
+    from tests.golden_files import golden
+
+    open_pair(str(golden("llama-tiny")), str(golden("dflash-llama-tiny")), revision="a", drafter_revision="b")
+    assert asked == [("target", "a"), ("drafter", "b")]

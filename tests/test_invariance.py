@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import minidflash as md
-from minidflash import loop
+from minidflash import drafter, loop
 from minidflash.request import Request, release, reserve
 from tests.compare import assert_same_bits
 from tests.conftest import parameters_with
@@ -44,13 +44,13 @@ def test_verify_widths(ops, target, context):
 
 def prefilled(engine, ids, monkeypatch):
     """Run prefill; returns its token, both models' caches of the prompt, the taps of every row."""
-    ops, taps, inject = engine.ops, [], loop.draft.inject
+    ops, taps, inject = engine.ops, [], drafter.inject
 
     def keeping(ops, model, s, rows, slot, pos):
         taps.append(ops.download(rows))
         inject(ops, model, s, rows, slot, pos)
 
-    monkeypatch.setattr(loop.draft, "inject", keeping)
+    monkeypatch.setattr(drafter, "inject", keeping)
     request = Request.of(engine, ids, {"max_tokens": 4, "block": 8, "verify": 8})
     s = reserve(engine, request)
     try:

@@ -52,9 +52,13 @@ def calls(tmp_path, monkeypatch):
 def test_windows_and_causality_are_the_layers_own(calls):
     engine, found = calls
     target, drafter = engine.target.config, engine.drafter.config
-    assert set(target.windows) == {0, 7} and set(drafter.windows) == {0, 9} and len(set(drafter.causal)) == 2
-    of_target = [(w, 1) for w in target.windows]
-    of_drafter = [(w, int(c)) for w, c in zip(drafter.windows, drafter.causal, strict=True)]
+    assert (
+        set(target.each("window")) == {0, 7}
+        and set(drafter.each("window")) == {0, 9}
+        and len(set(drafter.each("causal"))) == 2
+    )
+    of_target = [(w, 1) for w in target.each("window")]
+    of_drafter = [(w, int(c)) for w, c in zip(drafter.each("window"), drafter.each("causal"), strict=True)]
     given = [(a["window"], a["causal"]) for name, a in found if name == "attend"]
     assert given[:9] == [*of_target, *of_drafter, *of_target]
 
@@ -68,11 +72,11 @@ def test_eps_and_tables_are_the_models_own(calls):
         models = [engine.target] * layers + [engine.drafter] * layers + [engine.target] * layers
         for args, model in zip(given, models, strict=True):
             assert args["eps"] == model.config.eps, name
-            assert name != "qkv" or args["cos"] is model.tables[0]
+            assert name != "qkv" or args["cos"] is model.tables[0][0]
     for name, model in own.items():
         given = [a for kernel, a in found if kernel == name]
         assert given and {a["eps"] for a in given} == {model.config.eps}, name
-        assert name != "inject" or all(a["cos"] is model.tables[0] for a in given)
+        assert name != "inject" or all(a["cos"] is model.tables[0][0] for a in given)
     heads = [a["eps"] for kernel, a in found if kernel == "head"]
     assert heads[:3] == [engine.target.config.eps, engine.drafter.config.eps, engine.target.config.eps]
-    assert not np.array_equal(engine.target.tables[0], engine.drafter.tables[0])
+    assert not np.array_equal(engine.target.tables[0][0], engine.drafter.tables[0][0])

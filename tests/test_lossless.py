@@ -55,7 +55,7 @@ def plain(engine, prompt, count):
 
 def assert_lossless(engine, prompt, known, count, block, verify, propose=None):
     """Generate with a drafter; ids must be the plain ones. Returns the rounds. known: the plain run, `count` or more."""
-    with proposing(engine, propose or engine.propose):
+    with proposing(engine, propose or engine.draft):
         rounds = list(md.stream(engine, prompt, max_tokens=count, block=block, verify=verify))
     found = [token for r in rounds for token in r.tokens]
     first = next((i for i, pair in enumerate(zip(found, known, strict=False)) if pair[0] != pair[1]), None)
@@ -132,7 +132,7 @@ def test_numba_and_oracle_agree_on_ids(tmp_path):
 def test_drafts_depend_on_the_text_and_not_on_how_rounds_fell(pair, tmp_path):
     """What the drafter says at a position is the same after any history of accepted lengths, verify widths and crops."""
     engine = load(pair, tmp_path, activations="f32")
-    draft, prompt = engine.propose, prompt_of(engine, 37)
+    draft, prompt = engine.draft, prompt_of(engine, 37)
     known = plain(engine, prompt, 140)
     said = {}
 
@@ -173,7 +173,7 @@ def test_the_embedded_pair(tmp_path):
             (16, 64, False),
             (4, 64, False),
         ):
-            propose = engine.propose
+            propose = engine.draft
             if not own:
                 propose = Replay(prompt + known, len(prompt), block, engine.target.config.vocab, i)
             with proposing(engine, propose):

@@ -1,14 +1,12 @@
 """Rotary tables against the formulas of models.md in float64, at positions near and far (F52)."""
 
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from minidflash.kernels import open_ops
 
-from minidflash.engine import rope_tables
-from minidflash.rope import Rope
+from minidflash.rope import Rope, rope_tables
 
 POSITIONS = [0, 1, 8191, 8192, 100_000]
 
@@ -30,8 +28,7 @@ def llama3(theta, size, factor, low, high, context):
 
 
 def tables(rope, size, positions):
-    config = SimpleNamespace(rope=rope, head_size=size)
-    return rope_tables(open_ops("oracle"), config, positions)
+    return rope_tables(open_ops("oracle"), rope, size, positions)
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])

@@ -110,7 +110,7 @@ def test_the_joint_law_of_three_tokens(fx_of, on, accept, law, monkeypatch):
 
 
 def likeliest_as_drawn(ops, engine, s, drafted_rows):
-    """Stands in for engine.propose: the drafter's likeliest tokens, under the laws that draws would come from."""
+    """Stands in for engine.draft: the drafter's likeliest tokens, under the laws that draws would come from."""
     draft(ops, engine, s, drafted_rows)
     w, config, target = engine.drafter.weights, engine.drafter.config, engine.target
     ops.head(
@@ -170,7 +170,7 @@ def sampled_sweep(engine, prompt, seed, count, block=16, widths=(3, 64, "auto"),
     seen = {}
     for verify in widths:
         replay = Replay(prompt + known, len(prompt), block, engine.target.config.vocab, seed=seed)
-        for propose in [engine.propose] * own + [replay]:
+        for propose in [engine.draft] * own + [replay]:
             with proposing(engine, propose):
                 rounds = list(
                     md.stream(engine, prompt, max_tokens=count, block=block, verify=verify, **options)

@@ -5,9 +5,10 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from minidflash.kernels import open_ops
 
 import minidflash as md
-from minidflash import engine as module
+from minidflash import rope
 from minidflash.errors import UserError
 from tests import automaton
 from tests.test_contract import edit
@@ -55,11 +56,9 @@ def test_numbers_that_python_does_not_print_are_refused_in_one_line(tmp_path, md
             assert (code, out) == (2, "") and "internal" not in err and len(err) < 600, err
 
 
-def test_rope_tables_are_the_same_in_pieces(tmp_path, monkeypatch):
-    target, _ = automaton.build(tmp_path, "FX-B")
-    engine = md.load(str(target), backend="oracle", warm=False, ctx=64)
-    config, rope_tables = engine.target.config, module.rope_tables
-    whole = rope_tables(engine.ops, config, 100)
-    monkeypatch.setattr(module, "ROPE_ROWS", 7)
-    for a, b in zip(whole, rope_tables(engine.ops, config, 100), strict=True):
+def test_rope_tables_are_the_same_in_pieces(monkeypatch):
+    kind = open_ops("oracle"), rope.Rope(10000.0), 16, 100
+    whole = rope.rope_tables(*kind)
+    monkeypatch.setattr(rope, "PIECE", 7)
+    for a, b in zip(whole, rope.rope_tables(*kind), strict=True):
         np.testing.assert_array_equal(a, b)

@@ -112,7 +112,7 @@ def test_keys_are_those_of_the_contract_in_its_order():
         "tau round_count drafted accepted acceptance_by_position verify block"
     )
     assert " ".join(found["timing"]) == "load_s jit_s prefill_s decode_s ttft_s tokens_per_s"
-    assert " ".join(found["memory_bytes"]) == "weights target_cache drafter_cache workspace"
+    assert " ".join(found["memory_bytes"]) == "weights rope_tables target_cache drafter_cache workspace"
     assert schema()["required"] == list(found)
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from minidflash.kernels.sizes import SIZES
 
+from minidflash import stack
 from minidflash.layers import run_layer
 from minidflash.state import make_state
 from tests.cases import Make, put
@@ -52,9 +53,8 @@ class Layer:
         self.w |= {role: put(ops, values, "f32") for role, values in norms.items()}
         self.tables = [put(ops, table, "f32") for table in tables]
         m = SHAPES[name]
-        self.config = SimpleNamespace(
-            layers=1, width=m.D, heads=m.H, kv_heads=m.G, head_size=m.K, ffn=m.F, vocab=16, eps=1e-6, windows=(0,)
-        )  # fmt: skip
+        layer = stack.Layer(heads=m.H, kv_heads=m.G, head_size=m.K, ffn_width=m.F, scale=m.K**-0.5)
+        self.config = stack.Stack(width=m.D, layers=(layer,), ropes=(), eps=1e-6, vocab=16, max_positions=0)
 
     def run(self, caches=None, first=0, count=ROWS):
         """x after the layer, and the caches, as the backend stores them, of `count` rows from `first` on."""
@@ -65,7 +65,14 @@ class Layer:
         buffers = [s.rows.x, s.caches[0].k, s.caches[0].v]
         for buffer, value in zip(buffers, values, strict=True):
             ops.upload(buffer, real(value).astype(np.float32) if ops.activations == "f32" else value)
-        run_layer(ops, config, self.w, self.tables, s.rows, s.caches[0], s.rows.pos, 0, 1, s.work)
+        run_layer(
+            ops,
+            SimpleNamespace(config=config, layers=[self.w], tables=[self.tables]),
+            0,
+            s.rows,
+            s.caches[0],
+            s.work,
+        )
         return [ops.download(buffer) for buffer in buffers]
 
 

@@ -7,6 +7,11 @@ from minidflash.weights.safetensors_io import INDEX, SINGLE, read_json
 
 from minidflash.errors import UserError
 
+# What is read beside weights, all at the root: some repositories hold copies of everything in folders.
+FILES = [
+    "config.json", "generation_config.json", INDEX, "tokenizer.json", "tokenizer_config.json",
+    "special_tokens_map.json", "chat_template.jinja",
+]  # fmt: skip
 # owner/name, or the bare name of an old repository; never something that reads as a path
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 EMBEDDED = Path(__file__).parent / "default"
@@ -40,7 +45,7 @@ def resolve(spec, role, revision=None, offline=False, progress=None):
 
 
 def _fetch(repo, role, revision, offline, progress):
-    """Snapshot folder of a hub repository: its root's JSON files, then just the weight files they name."""
+    """Snapshot folder of a hub repository: what is read at its root, then just the weight files it names."""
     try:
         import huggingface_hub as hub
         from huggingface_hub import errors
@@ -53,17 +58,16 @@ def _fetch(repo, role, revision, offline, progress):
 
     def snapshot(patterns):
         bars = {} if progress else {"tqdm_class": _quiet()}
-        # Root files only: some repositories keep a second copy of the weights in a folder.
         return Path(hub.snapshot_download(repo, revision=revision, local_files_only=offline, allow_patterns=patterns,
                                           ignore_patterns=["*/*"], **bars))  # fmt: skip
 
     try:
-        folder = snapshot(["*.json", "*.jinja"])
+        folder = snapshot(FILES)
         wanted = {SINGLE}
         if (folder / INDEX).is_file():
             wanted = set(map(str, (read_json(folder / INDEX).get("weight_map") or {}).values()))
         if any(not (folder / name).is_file() for name in wanted):
-            folder = snapshot(["*.json", "*.jinja", *sorted(wanted)])
+            folder = snapshot([*FILES, *sorted(wanted)])
     except UserError:
         raise
     except errors.GatedRepoError:

@@ -1,12 +1,15 @@
-"""Checkpoint name <-> our name and the expected shape, one table a family.
+"""Which tensors make which weight: names, shapes, roles and exact transforms, from the layers of a stack.
 
-A table is {our name: [(checkpoint name, shape), ...]}; tensors of one list are stacked along rows (out features).
-Everything in the files is used or on the skip list, everything in the table is there with its shape (F45-F49).
+A table is {our name: Named}. Everything in the files is used or on the skip list, everything in the table is there with
+its shape (F45-F49).
 """
 
 import re
+from dataclasses import dataclass
 
 import numpy as np
+from minidflash.kernels.weight import MATRIX, PAIRS, TABLE, TILE, VECTOR, stored_bytes
+from minidflash.weights.transforms import TRANSFORMS
 
 from minidflash.errors import UserError
 
@@ -20,60 +23,134 @@ FOREIGN = {
 }  # fmt: skip
 
 
-def _layer(config, theirs, ours):
-    """The rows of one pre-norm layer with SwiGLU, which llama, qwen3 and the drafter share. models.md 1, 2, 7.1."""
-    width, ffn, size = config.width, config.ffn, config.head_size
-    q_rows, kv_rows = config.heads * size, config.kv_heads * size
-    attention, mlp = theirs + "self_attn.", theirs + "mlp."
-    table = {
-        "attn_norm": [(theirs + "input_layernorm.weight", (width,))],
-        "q": [(attention + "q_proj.weight", (q_rows, width))],
-        "kv": [(attention + f"{name}_proj.weight", (kv_rows, width)) for name in "kv"],
-        "o": [(attention + "o_proj.weight", (width, q_rows))],
-        "mlp_norm": [(theirs + "post_attention_layernorm.weight", (width,))],
-        "gate_up": [(mlp + f"{name}_proj.weight", (ffn, width)) for name in ("gate", "up")],
-        "down": [(mlp + "down_proj.weight", (width, ffn))],
-    }
-    if config.attention_bias:
-        table["q_bias"] = [(attention + "q_proj.bias", (q_rows,))]
-        table["kv_bias"] = [(attention + f"{name}_proj.bias", (kv_rows,)) for name in "kv"]
-        table["o_bias"] = [(attention + "o_proj.bias", (width,))]
-    if getattr(config, "qk_norm", True):  # a drafter always has them
-        table["q_norm"] = [(attention + "q_norm.weight", (size,))]
-        table["k_norm"] = [(attention + "k_norm.weight", (size,))]
-    return {ours + name: sources for name, sources in table.items()}
+@dataclass(frozen=True)
+class Named:
+    """One weight. role: of kernels/weight.py. shape: as kernels get it. sources: ((checkpoint name, its shape), ...).
+
+    transform: of transforms.py, how the sources make it.
+    """
+
+    role: str
+    shape: tuple
+    sources: tuple
+    transform: str = "stack"
+
+    def bind(self, tensors):
+        """Bound to the tensors of a checkpoint, or to what has their names, dtypes and shapes."""
+        return Bound(
+            self.role, self.shape, TRANSFORMS[self.transform]([tensors[name] for name, _ in self.sources])
+        )
 
 
-def _dense(config):
-    """llama and qwen3: models.md 1, 2. The head is bound apart, see _bind_head."""
+@dataclass(frozen=True)
+class Bound:
+    """A weight whose tensors are there. parts: what the transform makes of them, stacked along rows; read when used."""
+
+    role: str
+    shape: tuple
+    parts: list
+
+    @property
+    def dtype(self):
+        """As it is kept: vectors in f32, matrices as stored; F16, and mixed dtypes, in f32."""
+        return "bf16" if self.role != VECTOR and all(part.dtype == "BF16" for part in self.parts) else "f32"
+
+    @property
+    def nbytes(self):
+        """Bytes as it is kept."""
+        return stored_bytes(self.shape, self.dtype)
+
+
+def vector(*names, size):
+    """Vectors of `size` laid end to end, one for each name."""
+    return Named(VECTOR, (len(names) * size,), tuple((name, (size,)) for name in names))
+
+
+def matrix(*names, rows, cols, role=MATRIX):
+    """Matrices of the same shape stacked along rows."""
+    return Named(role, (len(names) * rows, cols), tuple((name, (rows, cols)) for name in names))
+
+
+def attention(stack, layer, theirs):
+    """models.md 1, 2, 7.1."""
+    at, width, size = theirs + "self_attn.", stack.width, layer.head_size
+    keys, values = (f"{at}{name}_proj.weight" for name in "kv")
     table = {
-        "embed": [(EMBED, (config.vocab, config.width))],
-        "norm": [("model.norm.weight", (config.width,))],
+        "attn_norm": vector(theirs + "input_layernorm.weight", size=width),
+        "q": matrix(at + "q_proj.weight", rows=layer.q_rows, cols=width),
+        "kv": matrix(keys, values, rows=layer.kv_rows // 2, cols=width),
+        "o": matrix(at + "o_proj.weight", rows=width, cols=layer.q_rows),
     }
-    for i in range(config.layers):
-        table |= _layer(config, f"model.layers.{i}.", f"layers.{i}.")
+    if layer.attention_bias:
+        table["q_bias"] = vector(at + "q_proj.bias", size=layer.q_rows)
+        table["kv_bias"] = vector(*(f"{at}{name}_proj.bias" for name in "kv"), size=layer.kv_rows // 2)
+        table["o_bias"] = vector(at + "o_proj.bias", size=width)
+    if layer.qk_norm:
+        table |= {f"{name}_norm": vector(f"{at}{name}_norm.weight", size=size) for name in "qk"}
     return table
 
 
-FAMILIES = {"llama": _dense, "qwen3": _dense}
-
-
-def _drafter(config):
-    """DFlash v1: models.md 7.1."""
-    width = config.width
-    table = {
-        "fc": [("fc.weight", (width, len(config.taps) * width))],
-        "hidden_norm": [("hidden_norm.weight", (width,))],
-        "norm": [("norm.weight", (width,))],
+def mlp(stack, layer, theirs):
+    """SwiGLU behind its norm: models.md 1."""
+    at, width = theirs + "mlp.", stack.width
+    gate, up = (f"{at}{name}_proj.weight" for name in ("gate", "up"))
+    return {
+        "mlp_norm": vector(theirs + "post_attention_layernorm.weight", size=width),
+        "gate_up": matrix(gate, up, rows=layer.ffn_width, cols=width, role=PAIRS),
+        "down": matrix(at + "down_proj.weight", rows=width, cols=layer.ffn_width),
     }
-    for i in range(config.layers):
-        table |= _layer(config, f"layers.{i}.", f"layers.{i}.")
+
+
+PARTS = {"attention": attention, "mlp": mlp}  # mixers and ffns of a Layer
+
+
+def layers_of(stack, prefix):
+    """Our name -> Named of all layers; prefix: what stands before "layers." in the checkpoint."""
+    table = {}
+    for i, layer in enumerate(stack.layers):
+        for kind in (layer.mixer, layer.ffn):
+            found = PARTS[kind](stack, layer, f"{prefix}layers.{i}.")
+            table |= {f"layers.{i}.{name}": named for name, named in found.items()}
     return table
+
+
+def target_table(config):
+    """Of a target whose head is its embedding, or is bound apart (bind_target)."""
+    return {
+        "embed": matrix(EMBED, rows=config.vocab, cols=config.width, role=TABLE),
+        "norm": vector("model.norm.weight", size=config.width),
+        **layers_of(config, "model."),
+    }
+
+
+def drafter_table(config):
+    """Of DFlash v1 (models.md 7.1). What injection needs of all layers is one weight: one pass injects into all."""
+    width, table = config.width, layers_of(config, "")
+    for kind in ("kv", "k_norm", "kv_bias"):
+        every = [name for name in table if name.endswith("." + kind)]
+        if every:
+            parts = [table[name] for name in every]
+            rows = sum(part.shape[0] for part in parts)
+            shape = (len(parts), rows // len(parts)) if kind == "k_norm" else (rows, *parts[0].shape[1:])
+            table[kind] = Named(parts[0].role, shape, tuple(one for part in parts for one in part.sources))
+            if kind != "kv" or is_sliced(config):
+                table = {name: named for name, named in table.items() if name not in every}
+    return {
+        "fc": matrix("fc.weight", rows=width, cols=len(config.taps) * width),
+        "hidden_norm": vector("hidden_norm.weight", size=width),
+        "norm": vector("norm.weight", size=width),
+        **table,
+    }
+
+
+def is_sliced(config):
+    """Whether a drafter's layer sees its rows of the k and v of all layers; odd toy sizes would cut a packed group."""
+    return config.layers[0].kv_rows % TILE == 0
 
 
 def _bind(table, tensors, label, skipped=None):
-    """Our name -> [Tensor]; refuses what is missing, unknown, of another shape or dtype, by name."""
-    wanted = {name: shape for sources in table.values() for name, shape in sources}
+    """Our name -> Bound; refuses what is missing, unknown, of another shape or dtype, by name."""
+    wanted = {name: shape for named in table.values() for name, shape in named.sources}
     missing = [name for name in wanted if name not in tensors]
     if missing:
         hint = f"{len(missing)} tensors are missing in all" if len(missing) > 1 else None
@@ -92,12 +169,12 @@ def _bind(table, tensors, label, skipped=None):
                 f"{label} tensor {name} is {list(tensor.shape)}, config.json makes it {list(shape)}"
             )
         _check_dtype(tensor, label)
-    bound = {ours: [tensors[name] for name, _ in sources] for ours, sources in table.items()}
-    for ours, parts in bound.items():
-        if len({part.dtype for part in parts}) > 1:
-            found = ", ".join(f"{part.name} {part.dtype}" for part in parts)
+    for ours, named in table.items():
+        sources = [tensors[name] for name, _ in named.sources]
+        if len({tensor.dtype for tensor in sources}) > 1:
+            found = ", ".join(f"{tensor.name} {tensor.dtype}" for tensor in sources)
             raise UserError(f"{label} tensors of {ours} differ in dtype: {found}")
-    return bound
+    return {ours: named.bind(tensors) for ours, named in table.items()}
 
 
 def _check_dtype(tensor, label):
@@ -120,17 +197,17 @@ def _same_bits(a, b):
 
 
 def bind_target(config, tensors):
-    """Our names -> the target's tensors. "head" is absent when the embedding is shared.
+    """Our name -> Bound of a target. "head" is absent when the embedding is shared.
 
     config: ModelConfig. tensors: mapping of checkpoint name to Tensor.
     Errors: UserError naming the tensor. Source: models.md 0.1 (the four outcomes of flag and head), 1, 2.
     """
     if "fc.weight" in tensors or "hidden_norm.weight" in tensors:
         raise UserError("target tensor fc.weight is a drafter's", hint="give this folder as --drafter")
-    table = FAMILIES[config.family](config)
+    table = target_table(config)
     has_head = HEAD in tensors
     if has_head:
-        table["head"] = [(HEAD, (config.vocab, config.width))]
+        table["head"] = matrix(HEAD, rows=config.vocab, cols=config.width)
     elif not config.tied and config.sources.get("tied") == "tie_word_embeddings":
         hint = "an incomplete checkpoint; a shared head would need tie_word_embeddings true"
         raise UserError(f"target tensor {HEAD} is missing, and tie_word_embeddings is false", hint=hint)
@@ -146,7 +223,7 @@ def bind_target(config, tensors):
 
 
 def bind_drafter(config, tensors):
-    """Our names -> the drafter's tensors; it shares the target's embedding and head.
+    """Our name -> Bound of a drafter; it shares the target's embedding and head.
 
     config: DrafterConfig. Errors: UserError naming the tensor. Source: models.md 7.1, dflash.md 1.2, 2.6.
     """
@@ -160,4 +237,4 @@ def bind_drafter(config, tensors):
         source = config.sources.get("taps", "target_layer_ids")
         found = f"drafter tensor fc.weight takes {fc.shape[1]} inputs"
         raise UserError(f"{found}, {source} names {count} taps of width {config.width}")
-    return _bind(_drafter(config), tensors, "drafter")
+    return _bind(drafter_table(config), tensors, "drafter")

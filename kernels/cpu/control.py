@@ -1,8 +1,7 @@
 """stage, stage_context, accept: the integers of a round. The oracle's functions say the rule; these are compiled."""
 
+from ..record import ACCEPTED, EMITTED, NOT_FINITE, OUT_OF_BUDGET, STOPPED, TOKENS, WHY
 from .jit import jit
-
-STOPPED, OUT_OF_BUDGET, NOT_FINITE = 1, 2, 3
 
 
 @jit
@@ -48,25 +47,26 @@ def _is_stop(token, stop):
 
 
 @jit
-def _accept(drafts, choice, stop, start, anchor, fresh, left, done, record):
+def _accept(drafts, choice, stop, start, anchor, fresh, left, done, record, kept):
     width = len(choice) // len(start)
     for n in range(len(start)):
-        record[n, :3] = 0
-        record[n, 3:] = -1
+        record[n, :TOKENS], kept[n] = 0, 0
+        tokens = record[n, TOKENS:]  # the drafts lie behind them
+        tokens[:] = -1
         if done[n]:
             continue
         for i in range(1, width):
-            record[n, 3 + drafts.shape[1] + i] = max(drafts[n, i], 0)
+            tokens[drafts.shape[1] + i] = max(drafts[n, i], 0)
         own = choice[n * width : (n + 1) * width]
-        kept = 0
-        while kept + 1 < width and drafts[n, kept + 1] == own[kept] and own[kept] >= 0:
-            kept += 1
+        accepted = 0
+        while accepted + 1 < width and drafts[n, accepted + 1] == own[accepted] and own[accepted] >= 0:
+            accepted += 1
         emitted = 0
-        while emitted < min(kept + 1, left[n]) and done[n] == 0:
+        while emitted < min(accepted + 1, left[n]) and done[n] == 0:
             if own[emitted] < 0:
                 done[n] = NOT_FINITE
                 break
-            record[n, 3 + emitted] = own[emitted]
+            tokens[emitted] = own[emitted]
             if _is_stop(own[emitted], stop):
                 done[n] = STOPPED
             emitted += 1
@@ -76,8 +76,9 @@ def _accept(drafts, choice, stop, start, anchor, fresh, left, done, record):
         if left[n] == 0 and done[n] == 0:
             done[n] = OUT_OF_BUDGET
         if emitted:
-            anchor[n] = record[n, 2 + emitted]
-        record[n, 0], record[n, 1], record[n, 2] = emitted, kept, done[n]
+            anchor[n] = tokens[emitted - 1]
+        record[n, EMITTED], record[n, ACCEPTED], record[n, WHY] = emitted, accepted, done[n]
+        kept[n] = emitted
 
 
 def accept(backend, *args):

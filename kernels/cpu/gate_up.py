@@ -29,4 +29,4 @@ def _run(x, norm, eps, w, work, h, none_i, threads):
 
 
 def gate_up(backend, x, norm, eps, w, work, h):
-    _run(x, norm, eps, w.data, work, h, backend.none_i, backend.threads)
+    _run(x, backend.f(norm), eps, w.data, work, h, backend.none_i, backend.threads)

@@ -61,7 +61,7 @@ def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, si
     address, caches = (slot, pos, at), (cache_k, cache_v)
     _run(
         x,
-        norm,
+        b.f(norm),
         eps,
         wq.data,
         wkv.data,

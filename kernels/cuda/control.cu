@@ -1,10 +1,9 @@
 /* stage, stage_context, accept: the integers of a round, a block a slot.
  * Grid:   one block a slot, 32 threads.
  * Moves:  a few hundred bytes; bound by latency, so lanes look at the block's slots side by side.
+ * Macros: RECORD_*, the record's fields and reasons, from kernels/record.py.
  * Source: models.md 7.4, engine.md 2. Truth: oracle.py stage, stage_context, accept. */
 #include "sm90.cuh"
-
-constexpr int STOPPED = 1, OUT_OF_BUDGET = 2, NOT_FINITE = 3;
 
 /* Rows n*width .. of a pass: the anchor, then what fills the block. fill: (slots, B). */
 extern "C" __global__ void stage(const int* anchor, const int* start, const int* fresh, const int* done,
@@ -50,17 +49,18 @@ __device__ __forceinline__ int first_where(int count, Claim claim) {
 }
 
 /* One slot: the longest prefix of drafts that the target agrees with, its own token behind, budget and stops.
- * drafts: (slots, B). choice: (slots, width). stop: X ids. record: (slots, 2B + 3). */
+ * drafts: (slots, B). choice: (slots, width). stop: X ids. record: (slots, RECORD_TOKENS + 2B). kept: rows
+ * that are committed. */
 extern "C" __global__ void accept(const int* drafts, const int* choice, const int* stop, int* start,
-                                  int* anchor, int* fresh, int* left, int* done, int* record, int width,
-                                  int B, int X) {
+                                  int* anchor, int* fresh, int* left, int* done, int* record, int* kept,
+                                  int width, int B, int X) {
     griddep_launch();
     griddep_wait();
     int n = blockIdx.x, budget = left[n];
     bool is_done = done[n] != 0;
     drafts += n * B;
     choice += n * width;
-    record += n * (2 * B + 3);
+    record += n * (RECORD_TOKENS + 2 * B);
     auto differs = [&](int i) { return drafts[i + 1] != choice[i] || choice[i] < 0; };
     auto ends = [&](int i) {
         if (choice[i] < 0) return true;  // the target's logits are not finite
@@ -68,18 +68,24 @@ extern "C" __global__ void accept(const int* drafts, const int* choice, const in
             if (stop[s] == choice[i]) return true;
         return false;
     };
-    int kept = is_done ? 0 : first_where(width - 1, differs);
-    int most = is_done ? 0 : min(kept + 1, budget);
+    int accepted = is_done ? 0 : first_where(width - 1, differs);
+    int most = is_done ? 0 : min(accepted + 1, budget);
     int emitted = first_where(most, ends);
     bool is_broken = emitted < most && choice[emitted] < 0, is_stopped = emitted < most && !is_broken;
     emitted += is_stopped;  // the stop id is kept
-    int why = is_broken ? NOT_FINITE : is_stopped ? STOPPED : emitted == budget ? OUT_OF_BUDGET : 0;
+    int why = is_broken           ? RECORD_NOT_FINITE
+              : is_stopped        ? RECORD_STOPPED
+              : emitted == budget ? RECORD_OUT_OF_BUDGET
+                                  : 0;
+    int* tokens = record + RECORD_TOKENS;  // the drafts lie behind them
     for (int i = lane_index(); i < B; i += 32) {
-        record[3 + i] = i < emitted ? choice[i] : -1;
-        record[3 + B + i] = !is_done && 0 < i && i < width ? max(drafts[i], 0) : -1;
+        tokens[i] = i < emitted ? choice[i] : -1;
+        tokens[B + i] = !is_done && 0 < i && i < width ? max(drafts[i], 0) : -1;
     }
     if (lane_index() != 0) return;
-    record[0] = emitted, record[1] = kept, record[2] = is_done ? 0 : why;
+    record[RECORD_EMITTED] = emitted, record[RECORD_ACCEPTED] = accepted,
+    record[RECORD_WHY] = is_done ? 0 : why;
+    kept[n] = emitted;
     if (is_done) return;
     start[n] += emitted;
     fresh[n] += emitted;

@@ -2,7 +2,8 @@
  *         rows that go with them, so both numbers of an output are in one thread.
  * Grid:   skinny.cuh; the slice that comes last to a tile finishes it.
  * Moves:  2*F*D*2 bytes; bound by HBM.
- * Truth:  oracle.py gate_up; here x times the norm's scale is rounded to bf16 before the product. */
+ * Truth:  oracle.py gate_up; here x times the norm's scale, if there is one, is rounded to bf16 before the
+ *         product. */
 #include "skinny.cuh"
 
 struct Swiglu {
@@ -24,14 +25,15 @@ struct Swiglu {
 
     __device__ __forceinline__ void operator()(int tile, float2 (&v)[UNITS]) {
         if (!merge(task, work, counters, tile, v)) return;
-        if (!has_scale) scale.gather(task, work, eps);
+        if (NORMED && !has_scale) scale.gather(task, work, eps);
         has_scale = true;
         int f = 8 * tile + row_of();
 #pragma unroll
         for (int q = 0; q < UNITS; ++q) {
             int token = token_of(q);
             if (token >= task.rows || f >= ffn) continue;
-            float gate = v[q].x * scale.of[token], up = v[q].y * scale.of[token];
+            const float r = NORMED ? scale.of[token] : 1.f;
+            float gate = v[q].x * r, up = v[q].y * r;
             h[(size_t)token * ffn + f] = to_bf16(gate / (1.f + expf(-gate)) * up);
         }
     }
@@ -44,5 +46,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     int tiles = (ffn + 7) / 8;
     Task task = make_task(rows, cols, tiles, slices);
     Swiglu sink{task, own_scale(scales), h, counters, work, eps, ffn, false};
-    skinny<true>(task, Weights{cols, w}, x, nullptr, norm, work, sink);
+    skinny<NORMED>(task, Weights{cols, w}, x, nullptr, norm, work, sink);
 }

@@ -2,8 +2,13 @@
  *         up rows that go with them.
  * Grid:   prefill.cuh.
  * Moves:  2*F*D*2 + T*(D + F)*2 bytes; bound by tensor cores.
- * Truth:  oracle.py gate_up; x comes times the norm's weights, rounded to bf16, its root scales the sums. */
+ * Truth:  oracle.py gate_up; x comes times the norm's weights, rounded to bf16, its root scales the sums;
+ * scale is null where there is no norm. */
 #include "prefill.cuh"
+
+#ifndef NORMED
+#define NORMED 1  // 0: rows come as they are, without a scale
+#endif
 
 struct Swiglu {
     const float* scale;
@@ -16,7 +21,7 @@ struct Swiglu {
 
     template <bool>
     __device__ __forceinline__ float read(int token) const {
-        return scale[token];
+        return NORMED ? scale[token] : 1.f;
     }
 
     /* A lane has two neighbours. */

@@ -40,17 +40,21 @@ struct WeightRow {
     }
 };
 
-/* Lane i < count gets w . tokens[i], for up to GROUP tokens of `cols` elements; the other lanes get 0.
- * Lane l sums k = l, l + 32, ..., then the 32 sums meet in lane order: the same bits whatever `count` is. */
-template <class X>
-__device__ __forceinline__ float dot_group(WeightRow w, const X* tokens, int cols, int count) {
+/* Lane i < count gets w . tokens(i), for up to GROUP tokens of `cols` elements; the other lanes get 0.
+ * Lane l sums k = l, l + 32, ..., then the 32 sums meet in lane order: the same bits whatever `count` is.
+ * tokens: function of i -> where the token lies. */
+template <class Row, class Tokens>
+__device__ __forceinline__ float dot_each(Row w, const Tokens& tokens, int cols, int count) {
     __shared__ float part[WARPS][GROUP][33];
+    decltype(tokens(0)) token[GROUP];
     float sum[GROUP] = {};
+#pragma unroll
+    for (int i = 0; i < GROUP; ++i) token[i] = i < count ? tokens(i) : nullptr;
     for (int k = lane_index(); k < cols; k += 32) {
         float weight = w[k];
 #pragma unroll
         for (int i = 0; i < GROUP; ++i)
-            if (i < count) sum[i] = fmaf(weight, to_f32(tokens[(size_t)i * cols + k]), sum[i]);
+            if (i < count) sum[i] = fmaf(weight, to_f32(token[i][k]), sum[i]);
     }
     float (&mine)[GROUP][33] = part[warp_index()];
     __syncwarp();  // the last group's sums have been read
@@ -61,6 +65,12 @@ __device__ __forceinline__ float dot_group(WeightRow w, const X* tokens, int col
     if (lane_index() < count)
         for (int l = 0; l < 32; ++l) total += mine[lane_index()][l];
     return total;
+}
+
+/* The same for tokens that lie one behind the other. */
+template <class X>
+__device__ __forceinline__ float dot_group(WeightRow w, const X* tokens, int cols, int count) {
+    return dot_each(w, [=](int i) { return tokens + (size_t)i * cols; }, cols, count);
 }
 
 __device__ __forceinline__ int warps_in_grid() { return gridDim.x * WARPS; }

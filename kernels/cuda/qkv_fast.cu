@@ -2,7 +2,8 @@
  *         row's slot.
  * Grid:   skinny.cuh over the tiles of Wq, then of Wkv; heads end as skinny_heads.cuh says.
  * Moves:  (H + 2G)*K*D*2 bytes; bound by HBM.
- * Truth:  oracle.py qkv; here x times the norm's scale is rounded to bf16 before the product. */
+ * Truth:  oracle.py qkv; here x times the norm's scale, if there is one, is rounded to bf16 before the
+ *         product. */
 #include "skinny_heads.cuh"
 
 struct QkvRule {
@@ -35,10 +36,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     Heads all{size, heads + 2 * groups, heads};
     Task task = make_task(rows, cols, all.tiles(), slices);
     KeepTile sink{task, all, work, counters};
-    skinny<true>(task, HeadWeights{cols, heads * size, wq, wkv}, x, nullptr, norm, work, sink);
+    skinny<NORMED>(task, HeadWeights{cols, heads * size, wq, wkv}, x, nullptr, norm, work, sink);
     all = Heads{opaque(size), heads + 2 * groups, heads};
     task = again(rows, cols, all.tiles(), slices);
     QkvRule rule{q_bias,  kv_bias, q_norm, k_norm, slot,   pos,  at,
                  cache_k, cache_v, q,      heads,  groups, size, cached};
-    finish_heads(task, all, work, counters, true, eps, cos, sin, pairs, pos, rule);
+    finish_heads(task, all, work, counters, NORMED, eps, cos, sin, pairs, pos, rule);
 }

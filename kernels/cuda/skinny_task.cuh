@@ -32,6 +32,10 @@
 #define EARLY_LAUNCH 0  // 1: the next kernel may start at once; it needs room beside this one
 #endif
 
+#ifndef NORMED
+#define NORMED 1  // 0: the token rows of qkv_fast and gate_up_fast come as they are, without a norm
+#endif
+
 constexpr int WARPS = STREAM_WARPS;
 constexpr int FINISHERS = FINISH_WARPS;
 constexpr int THREADS = 32 * (WARPS + FINISHERS);

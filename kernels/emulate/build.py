@@ -190,7 +190,7 @@ def kernels(path, defines):
         *(_SANITIZE if is_sanitized() else _TRAPS),
         "-DMINIDFLASH_EMULATE",
     ]
-    flags += [f"-D{key}={value}" for key, value in sorted(defines.items())]
+    flags += [f"-D{key}={value}" for key, value in sorted(source.macros(path, defines).items())]
     flags += [f"-I{FOLDER}", f"-I{source.CUDA_FOLDER}", f"-fmacro-prefix-map={path.parent}/="]
     flags += [
         f"-fmacro-prefix-map={source.CUDA_FOLDER}/=",

@@ -61,19 +61,26 @@ class GpuBackend:
         need = plain.work_size(rows, cols, outputs), fast.work_size(self, rows, cols, outputs)
         return COUNTERS + max(*need, prefill.work_size(rows, cols, outputs))
 
-    def weight(self, parts, role=""):
+    def weight(self, parts, role="", experts=0):
         """`Weight` from checkpoint tensors stacked along rows: packed where fast kernels read it, else plain.
 
-        role: of weight.ROLES, or "" for a plain one. Errors: UserError when memory runs out.
+        role: of weight.ROLES, or "" for a plain one. experts: how many the rows belong to, expert by expert; 0: a matrix.
+        Errors: UserError when memory runs out.
         """
-        is_half = stored_type(parts) is np.uint16
-        found = fast.pack(self, parts, role) if is_half and self.activations == "bf16" else None
+        kind, is_packed = stored_type(parts), self.activations == "bf16"
+        found = fast.pack(self, parts, role, experts) if is_packed and kind is not np.float32 else None
         if found is None:
-            data = self.load(parts, stored_type(parts))
-            found = Weight(data.shape, "bf16" if is_half else "f32", "plain", (data,))
+            found = self._plain(parts, kind, experts)
         for part in parts:
             part.drop()
         return found
+
+    def _plain(self, parts, kind, experts):
+        (rows, cols), data = matrix_shape(parts), self.load(parts, kind)
+        shape = (experts, rows // experts, cols) if experts else (rows, cols)
+        if kind is np.uint8:
+            return Weight(shape, "mxfp4", "plain", blocks_and_scales(data, rows, cols))
+        return Weight(shape, "bf16" if kind is np.uint16 else "f32", "plain", (data.reshape(shape),))
 
     def raw(self, parts):
         """(rows, cols) u16 on the device: BF16 tensors stacked, for a kernel that packs them. See fast.py."""
@@ -81,13 +88,34 @@ class GpuBackend:
 
 
 def stored_type(parts):
-    """In which type stacked tensors are kept: u16, as bf16 bits, or f32."""
-    return np.uint16 if all(part.dtype == "BF16" for part in parts) else np.float32
+    """In which type stacked tensors are kept: u16, as bf16 bits, f32, or u8, MXFP4's bytes."""
+    kinds = {part.dtype for part in parts}
+    return {("BF16",): np.uint16, ("MXFP4",): np.uint8}.get(tuple(kinds), np.float32)
 
 
-def stacked_shape(parts):
+def matrix_shape(parts):
     """(rows, cols) of tensors stacked along rows."""
     return sum(part.shape[0] for part in parts), int(np.prod(parts[0].shape[1:]))
+
+
+def stored_shape(parts, dtype):
+    """Of the array that holds stacked tensors: (rows, cols), or all bytes in a row."""
+    rows, cols = matrix_shape(parts)
+    return (rows * (cols // 2 + cols // 32),) if dtype is np.uint8 else (rows, cols)
+
+
+def blocks_and_scales(data, rows, cols):
+    """The two parts of stored MXFP4 tensors: (rows, cols/32 * 16), (rows, cols/32)."""
+    end = rows * cols // 2
+    return data[:end].reshape(rows, -1), data[end:].reshape(rows, -1)
+
+
+def host_arrays(parts, dtype):
+    """Contiguous host arrays that lie one behind the other in `stored_shape`: of MXFP4 all blocks, then all scales."""
+    if dtype is not np.uint8:
+        return [as_stored(part, dtype) for part in parts]
+    arrays = [part.array for part in parts] + [part.scales for part in parts]
+    return [np.ascontiguousarray(array).reshape(-1) for array in arrays]
 
 
 def as_stored(part, dtype):
@@ -124,9 +152,5 @@ class EmulateBackend(GpuBackend, HostBackend):
         super().upload(buffer, values)
 
     def load(self, parts, dtype):
-        """Device array (rows, cols) of tensors stacked along rows, in u16 or f32."""
-        data, first = np.empty(stacked_shape(parts), dtype), 0
-        for part in parts:
-            data[first : first + len(part.array)] = as_stored(part, dtype)
-            first += len(part.array)
-        return data
+        """Device array of tensors stacked along rows, as `stored_shape` says."""
+        return np.concatenate(host_arrays(parts, dtype)).reshape(stored_shape(parts, dtype))

@@ -9,7 +9,7 @@ from ...errors import UserError
 from ..host import Replay
 from ..launch import CudaDevice
 from ..ops import DTYPES, storage
-from . import GpuBackend, as_stored, stacked_shape, stored_type
+from . import GpuBackend, as_stored, host_arrays, stored_shape, stored_type
 from .staging import HostArray, Staging, prepare
 
 AHEAD = 512 << 20  # bytes of weights that are read before they are asked for, at least one weight
@@ -158,7 +158,7 @@ class CudaBackend(GpuBackend):
             self._begin_next()
 
     def load(self, parts, dtype):
-        """Device array (rows, cols) of tensors stacked along rows, in u16 or f32."""
+        """Device array of tensors stacked along rows, as `stored_shape` says."""
         with self._failures:
             if self._begun and self._begun[0][0] is parts:
                 _, transfer = self._begun.popleft()
@@ -176,8 +176,11 @@ class CudaBackend(GpuBackend):
     def _begin(self, parts, dtype):
         """The Transfer of stacked tensors, whose bytes begin to come."""
         self._staging = self._staging or Staging(self.device)
-        sources = [p if is_stored_as(p, dtype) else HostArray(as_stored(p, dtype)) for p in parts]
-        return self._staging.begin(sources, self.empty(stacked_shape(parts), dtype))
+        if dtype is np.uint8:
+            sources = [HostArray(array) for array in host_arrays(parts, dtype)]
+        else:
+            sources = [p if is_stored_as(p, dtype) else HostArray(as_stored(p, dtype)) for p in parts]
+        return self._staging.begin(sources, self.empty(stored_shape(parts, dtype), dtype))
 
     def _begin_next(self):
         """Begin what is announced, AHEAD bytes of it or at least one."""

@@ -38,7 +38,7 @@ def run(backend, row, args):
     return function is not None and bool(function(backend, *args))
 
 
-def pack(backend, parts, role):
+def pack(backend, parts, role, experts=0):
     """`Weight` in fragment order from checkpoint tensors stacked along rows, or None: keep it plain."""
     if role not in (MATRIX, PAIRS, TABLE):
         return None
@@ -82,20 +82,20 @@ def defines_of(cut, token_tiles):
     }  # fmt: skip
 
 
-def launch(backend, file, kernel, tiles, cut, cols, rows, args, is_normed=False, together=False):
+def launch(
+    backend, file, kernel, tiles, cut, cols, rows, args, is_normed=False, together=False, defines=None
+):
     """One launch for each pass of rows. args: function of (slice of the rows, their number) -> the kernel's.
 
     is_normed: the kernel norms its token rows. together: blocks wait for each other, so the card must hold all of them.
+    defines: of the kernel's own, besides its cut's.
     """
     for here, count in cut.passes(cols, rows, is_normed):
         token_tiles = cut.token_tiles(count)
-        grid, shared, defines = (
-            cut.grid(tiles, backend.sms),
-            cut.shared(cols, token_tiles, is_normed),
-            defines_of(cut, token_tiles),
-        )
+        grid, shared = cut.grid(tiles, backend.sms), cut.shared(cols, token_tiles, is_normed)
+        every_define = defines_of(cut, token_tiles) | (defines or {})
         if together:  # fewer blocks have the same bits
-            function = backend.device.function(file, kernel, defines)
+            function = backend.device.function(file, kernel, every_define)
             most = backend.device.holds(function, cut.threads, shared, cut.cluster_blocks)
             grid = min(grid, most // cut.slices * cut.slices)
             if not grid:
@@ -103,7 +103,7 @@ def launch(backend, file, kernel, tiles, cut, cols, rows, args, is_normed=False,
                     f"{kernel}: the card holds {most} blocks, {cut.slices} wait for each other"
                 )
         backend.launch(
-            file, kernel, grid, cut.threads, shared, args(here, count), defines,
+            file, kernel, grid, cut.threads, shared, args(here, count), every_define,
             cluster=cut.cluster_blocks, dependent=backend.dependent,
         )  # fmt: skip
     return True
@@ -139,9 +139,11 @@ def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, si
         ]  # fmt: skip
 
     tiles = tiles_of(wq.rows) + tiles_of(wkv.rows)
+    is_normed = norm is not None
     return launch(
-        backend, "qkv_fast.cu", "qkv_fast", tiles, cut, cols, len(x), args, is_normed=True, together=True
-    )
+        backend, "qkv_fast.cu", "qkv_fast", tiles, cut, cols, len(x), args, is_normed, together=True,
+        defines={"NORMED": int(is_normed)},
+    )  # fmt: skip
 
 
 def has_room(heads, size):
@@ -173,9 +175,11 @@ def gate_up(backend, x, norm, eps, w, work, h):
     def args(here, count):
         return [w.data, x[here], norm, h[here], work, work[COUNTERS:], eps, count, ffn, w.cols, cut.slices]
 
+    is_normed = norm is not None
     return launch(
-        backend, "gate_up_fast.cu", "gate_up_fast", tiles, cut, w.cols, len(x), args, is_normed=True
-    )
+        backend, "gate_up_fast.cu", "gate_up_fast", tiles, cut, w.cols, len(x), args, is_normed,
+        defines={"NORMED": int(is_normed)},
+    )  # fmt: skip
 
 
 def head(backend, x, pick, norm, eps, w, limit, ids, work):

@@ -9,7 +9,8 @@ from . import COUNTERS
 THREADS = 128  # of a block of plain.cuh: 4 warps
 CLUSTER_FROM = 16384  # logits of a row that are worth eight blocks
 DRAW, DRAFT = 0, 1  # as in law.cuh
-C_TYPES = {"f32": "float", "bf16": "bf16"}
+C_TYPES = {"f32": "float", "bf16": "bf16", "mxfp4": "u8"}
+MOST_USED = 32  # experts of a row, as in choose.cuh
 LAYOUTS = {"plain": 0, "packed": 1, "packed pairs": 2}  # PACKED of plain.cuh
 
 
@@ -33,9 +34,10 @@ def _blocks(backend, warps):
 
 
 def _norm(backend, x, pick, norm, eps, out, rows, source, target):
-    """out: `rows` normed rows of x (of x[pick]). source, target: types of x and out."""
+    """out: `rows` normed rows of x (of x[pick]); norm None: as they are. source, target: types of x and out."""
     defines = _types(backend, FROM=source, TO=target)
-    backend.launch("norm.cu", "normalise", rows, THREADS, 0, [x, pick, norm, eps, out, len(norm)], defines)
+    args = [x, pick, norm, eps, out, out.size // rows]
+    backend.launch("norm.cu", "normalise", rows, THREADS, 0, args, defines)
 
 
 def _linear(backend, w, x, kind, out, stride):
@@ -95,6 +97,51 @@ def gate_up(backend, x, norm, eps, w, work, h):
     args = [laid, w.data, h, rows, width, ffn]
     blocks = _blocks(backend, ffn)
     backend.launch("gate_up.cu", "gate_up", blocks, THREADS, 0, args, _types(backend, w))
+
+
+def route(backend, x, norm, eps, w, bias, normalise, pos, touched, work, u, expert, share, first, order):
+    (rows, width), (experts, used) = x.shape, (w.rows, expert.shape[1])
+    if used > MOST_USED:
+        raise NotImplementedError(f"route: {used} experts a row, the kernel holds {MOST_USED}")
+    logits = work[COUNTERS:]
+    _norm(backend, x, None, norm, eps, u, rows, backend.activations, backend.activations)
+    _linear(backend, w, u, backend.activations, logits, experts)
+    args = [logits, bias, pos, normalise, u, expert, share, rows, experts, used, width]
+    backend.launch("route.cu", "choose_rows", _blocks(backend, rows), THREADS, 0, args, _types(backend))
+    group(backend, experts, touched, expert, first, order)
+
+
+def group(backend, experts, touched, expert, first, order, dependent=False):
+    """The pairs of each expert, from the experts of each pair."""
+    args = [expert, first, order, touched, expert.size]
+    defines = _types(backend)
+    backend.launch("route.cu", "group", experts + 1, 256, 0, args, defines, dependent=dependent)
+
+
+def _expert_types(backend, w):
+    return _types(backend, w) | ({"MXFP4": 1} if w.dtype == "mxfp4" else {})
+
+
+def _scales(w):
+    """The second part of an MXFP4 weight, if it is apart."""
+    return w.parts[1] if len(w.parts) > 1 else None
+
+
+def experts_up(backend, u, w, bias, expert, first, order, act, limit, alpha, work, h):
+    (rows, used, ffn), (experts, _, width) = h.shape, w.shape
+    args = [u, w.data, _scales(w), bias, expert, first, order, act, limit, alpha, h]
+    args += [rows * used, used, experts, width, ffn]
+    blocks = _blocks(backend, experts * ffn)
+    backend.launch("experts_up.cu", "experts_up", blocks, THREADS, 0, args, _expert_types(backend, w))
+
+
+def experts_down(backend, h, w, bias, expert, share, first, order, tap_row, tap_at, x, taps, work):
+    (rows, used, ffn), width = h.shape, x.shape[1]
+    columns = 0 if taps is None else taps.shape[1]
+    args = [h, w.data, _scales(w), bias, expert, share, tap_row, tap_at, x, taps]
+    args += [rows, used, width, ffn, columns]
+    blocks = _blocks(backend, rows * width)
+    backend.launch("experts_down.cu", "experts_down", blocks, THREADS, 0, args, _expert_types(backend, w))
 
 
 def head(backend, x, pick, norm, eps, w, limit, ids, work):
@@ -183,8 +230,8 @@ def stage_context(backend, start, fresh, slot, pos):
     _control(backend, "stage_context", len(start), args)
 
 
-def accept(backend, drafts, choice, stop, start, anchor, fresh, left, done, record):
-    args = [drafts, choice, stop, start, anchor, fresh, left, done, record]
+def accept(backend, drafts, choice, stop, start, anchor, fresh, left, done, record, kept):
+    args = [drafts, choice, stop, start, anchor, fresh, left, done, record, kept]
     args += [len(choice) // len(start), drafts.shape[1], len(stop)]
     _control(backend, "accept", len(start), args)
 

@@ -65,8 +65,11 @@ def choose(sms, rows, outputs, frame=FRAME):
     return min(reversed(TILES[frame]), key=cost)
 
 
-def launch(backend, file, kernel, rows, outputs, args, groups=None, tile=None):
-    """One product. groups: function of the row tiles a block -> blocks over the outputs; tile: instead of choose's."""
+def launch(backend, file, kernel, rows, outputs, args, groups=None, tile=None, defines=None):
+    """One product. groups: function of the row tiles a block -> blocks over the outputs; tile: instead of choose's.
+
+    defines: of the kernel's own, besides the frame's.
+    """
     frame = frame_of(backend)
     tokens, tiles, stages = tile = tile or choose(backend.sms, rows, outputs, frame)
     shared = max(stages * 2 * STAGE_K * (tokens + TILE * tiles), 4 * tokens * (TILE * tiles + 4))
@@ -75,8 +78,8 @@ def launch(backend, file, kernel, rows, outputs, args, groups=None, tile=None):
     if frame == "wgmma":
         threads, shared = 32 * tiles + 128, shared + 16 * stages
     backend.launch(
-        file, kernel, (-(-rows // tokens), count), threads, shared, args, defines_of(frame, tile),
-        dependent=backend.dependent,
+        file, kernel, (-(-rows // tokens), count), threads, shared, args,
+        defines_of(frame, tile) | (defines or {}), dependent=backend.dependent,
     )  # fmt: skip
 
 
@@ -167,7 +170,10 @@ def gate_up(backend, x, norm, eps, w, work, h, tile=None):
     laid, scale, _ = tokens(backend, x, norm, eps, work)
     args = [w.data, laid, scale, h, len(x), h.shape[1], w.cols]
     outputs = 2 * TILE // 2 * -(-h.shape[1] // (TILE // 2))  # the gate and up rows of whole tiles
-    launch(backend, "gate_up_prefill.cu", "gate_up_prefill", len(x), outputs, args, tile=tile)
+    defines = {"NORMED": int(norm is not None)}
+    launch(
+        backend, "gate_up_prefill.cu", "gate_up_prefill", len(x), outputs, args, tile=tile, defines=defines
+    )
     return True
 
 

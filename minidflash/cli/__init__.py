@@ -42,7 +42,8 @@ def _generate(parser):
     what = add_pair(parser)
     what.add_argument("--tokens", metavar="IDS", help='a prompt of ids, "5 9 9", taken as they are')
     what.add_argument("--system", metavar="S", help="system text before the prompt")
-    what.add_argument("--raw", action="store_true", help="no chat template: continue the prompt as it is")
+    what.add_argument("--raw", action="store_true", help="no chat template: continue the prompt as it is; text of "
+                      "all channels, not just the final one")  # fmt: skip
     what.add_argument("--chat-template-arg", metavar="K=V", action="append", default=[],
                       help="set what the chat template reads, e.g. enable_thinking=false; may be repeated")  # fmt: skip
     what.add_argument(
@@ -98,7 +99,12 @@ def _verify(parser):
 
 
 def _kernels(parser):
-    parser.add_argument("name", metavar="NAME", nargs="?", help="explain this kernel")
+    parser.add_argument(
+        "name", metavar="NAME", nargs="?", help="explain this kernel, and name the code that computes it"
+    )
+    parser.add_argument(
+        "--source", action="store_true", help="print that code instead: the last step's files"
+    )
     parser.add_argument("--bench", action="store_true", help="time it (all without NAME) against a copy")
     parser.add_argument(
         "--shape", metavar="S", default="smollm2-135m", help="model whose sizes are timed (%(default)s)"

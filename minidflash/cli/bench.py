@@ -7,8 +7,9 @@ from statistics import mean, median
 
 from ..encoding import read_text
 from ..errors import UserError
-from ..loop import finish, machine_of, rounds_of
+from ..loop import rounds_of
 from ..request import Request
+from ..run import finish, machine_of
 from ..stats import Timing
 from .generate import open_engine
 from .report import break_even, round_costs

@@ -4,6 +4,7 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
+from ..channels import without_final
 from ..encoding import decoded
 from ..errors import UserError
 from ..values import told
@@ -127,10 +128,12 @@ def warn(args, engine, request):
 
 def run(engine, request, args, interrupt, trace=None):
     """Generate, printing and tracing round by round. Returns (list of Round, Result)."""
-    from ..loop import finish, rounds_of
+    from ..loop import rounds_of
+    from ..run import finish
     from ..stats import Timing
 
     timing, rounds, reason, is_streaming = Timing(), [], None, not (args.json or args.no_stream)
+    gap = ""  # between answers; written once there is text behind it
     try:
         for r in rounds_of(engine, request, timing):
             interrupt.engine = engine  # from now on the round is finished first
@@ -139,7 +142,10 @@ def run(engine, request, args, interrupt, trace=None):
                 trace.write(r, engine.tokenizer)
             if is_streaming:
                 is_first = len(rounds) == 1 or rounds[-2].sample != r.sample
-                write(BETWEEN * (is_first and r.sample > 0) + shown(r.text, r.tokens, is_first))
+                gap += BETWEEN * (is_first and r.sample > 0)
+                if text := shown(r.text, r.tokens, is_first):
+                    write(gap + text)
+                    gap = ""
     except UserError:
         if rounds and is_streaming:  # what came is the target's own; the error begins a line
             write("\n")
@@ -147,11 +153,23 @@ def run(engine, request, args, interrupt, trace=None):
     except KeyboardInterrupt:  # before the first token
         reason = "interrupted"
     result = finish(engine, request, rounds, timing, reason)
-    if not args.json and request.max_tokens:
-        told = result.samples or [{"text": result.text, "tokens": result.tokens}]
-        texts = [shown(one["text"], one["tokens"]) for one in told]
-        write(("" if is_streaming else BETWEEN.join(texts)) + "\n")
+    answers = result.samples or [{"text": result.text, "tokens": result.tokens}]
+    missing = [instead_of_text(engine, request, one["tokens"]) for one in answers]
+    if not args.json and request.max_tokens and None in missing:
+        texts = [shown(one["text"], one["tokens"]) for one in answers]
+        write((gap if is_streaming else BETWEEN.join(texts)) + "\n")
+    for number, words in enumerate(missing):
+        if words and not args.quiet:
+            which = f"answer {number}" if result.samples else "the answer"
+            say(f"minidflash: {which} ended before its final channel: {words}")
     return rounds, result
+
+
+def instead_of_text(engine, request, tokens):
+    """What an answer holds instead of a final channel, in words; None where there is nothing to say."""
+    if engine.tokenizer is None or engine.tokenizer.marks is None or request.raw or not request.max_tokens:
+        return None
+    return without_final(engine.tokenizer, request.ids, tokens)
 
 
 def shown(text, tokens, is_first=True):

@@ -2,12 +2,12 @@
 
 import os
 import platform
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 
 from .. import __version__
 from ..errors import UserError
-from .options import BACKENDS
+from .options import BACKENDS, load_keywords
 from .terminal import amount, json_line, write, write_lines
 
 PACKAGES = ("numpy", "numba", "ml-dtypes", "safetensors", "tokenizers", "jinja2", "cupy-cuda13x", "cuda-core")
@@ -80,15 +80,18 @@ def backends():
 def pair(args):
     """The facts of target and drafter, their files, the memory they need. Weights are mapped, not read."""
     from minidflash.kernels import open_ops
-    from minidflash.weights import names, open_checkpoint
 
-    from ..config import check_pair, read_drafter, read_target
-    from ..engine import context_length
-    from ..fit import fitting_context, needed, weight_bytes
+    from ..fit import make_plan
+    from ..pair import open_pair
 
     is_default = args.target == "default"
-    try:  # a look at the machine fetches nothing by itself
-        files = open_checkpoint(args.target, "target", args.revision, args.offline or is_default)
+    keywords = load_keywords(args)
+    names = ("target", "drafter", "revision", "drafter_revision", "offline")
+    opening = {name: keywords[name] for name in names if name in keywords}
+    opening["offline"] |= is_default  # a look at the machine fetches nothing by itself
+    ops = open_ops(args.backend, args.activations, args.device)
+    try:
+        found = open_pair(**opening)
     except UserError as error:
         if is_default and error.code == 3:
             return {
@@ -96,38 +99,28 @@ def pair(args):
                 "note": "the default target is not here yet: the first generate fetches it (93 MB)",
             }
         raise
-    target = read_target(files.config, files.generation, files.tensors)
-    bound = names.bind_target(target, files.tensors)
-    found = {"target": facts(files, target), "drafter": None}
-    weights, drafter = weight_bytes(bound), None
-    wanted = args.drafter or ("default" if is_default else "none")
-    if wanted != "none":
-        files = open_checkpoint(wanted, "drafter", None, args.offline)
-        drafter = read_drafter(files.config, files.tensors)
-        bound = names.bind_drafter(drafter, files.tensors)
-        check_pair(target, drafter)
-        found["drafter"] = facts(files, drafter)
-        weights += weight_bytes(bound)
-    ops = open_ops(args.backend, args.activations)
-    limit = context_length(target, args.ctx)
-    chunk = args.prefill_chunk or ops.prefill_chunk
-    ctx = args.ctx or fitting_context(ops, target, drafter, limit, weights, chunk)
-    memory = {"weights": weights, **needed(ops, target, drafter, ctx, args.block, min(chunk, ctx))}
-    found["memory"] = {
-        "ctx": ctx, "limit": limit, "backend": ops.name, "activations": ops.activations, "bytes": memory, "total": sum(memory.values()),
+    plan = make_plan(ops, found, args.ctx, args.prefill_chunk, args.block)
+    return {
+        "target": facts(found.target), "drafter": found.drafter and facts(found.drafter),
+        "memory": {
+            "ctx": plan.ctx, "limit": plan.limit, "backend": ops.name, "activations": ops.activations,
+            "bytes": plan.memory, "total": sum(plan.memory.values()),
+        },
     }  # fmt: skip
-    return found
 
 
-def facts(files, config):
-    """One checkpoint: where it lies, its weight files, every resolved fact with the config key it came from."""
+def facts(checked):
+    """One checkpoint: where it lies, its weight files, every resolved fact with the config key it came from.
+
+    A fact of layers is a list, one a layer.
+    """
+    files, config = checked.files, checked.config
     values = {}
-    for field in fields(config):
-        if field.name == "sources":
-            continue
-        value = getattr(config, field.name)
-        value = asdict(value) if field.name == "rope" else list(value) if isinstance(value, tuple) else value
-        values[field.name] = {"value": value, "from": config.sources.get(field.name)}
+    for name, value in config.facts().items():
+        if name == "ropes":
+            value = [asdict(rope) for rope in value]
+        value = list(value) if isinstance(value, tuple) else value
+        values[name] = {"value": value, "from": config.sources.get(name)}
     return {
         "name": files.name, "folder": str(files.folder),
         "files": {path.name: size for path, size in files.files}, "facts": values,
@@ -169,14 +162,18 @@ def _facts_lines(role, one):
         yield f"  {name}, {amount(size)}"
     for name, fact in one["facts"].items():
         value = fact["value"]
-        if name == "rope":
-            used = ("theta", "kind") if value["kind"] == "default" else value
-            value = ", ".join(f"{key} {value[key]}" for key in used)
-        elif name == "windows":
+        if name == "ropes":
+            value = "; ".join(map(_rope, value))
+        elif name == "window":
             value = _repeated([window or "all keys" for window in value])
         elif isinstance(value, list):
             value = _repeated(value)
         yield f"  {name:<16}{value!s:<32}{'from ' + fact['from'] if fact['from'] else ''}".rstrip()
+
+
+def _rope(rope):
+    used = ("theta", "kind") if rope["kind"] == "default" else rope
+    return ", ".join(f"{key} {rope[key]}" for key in used)
 
 
 def _repeated(values):

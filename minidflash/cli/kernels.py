@@ -1,9 +1,9 @@
 """`minidflash kernels`: the signature table, and one row of it explained."""
 
 import re
-from importlib import resources
 
 from ..errors import UserError
+from .ladder import entry, folder, ladders
 from .terminal import write
 
 TYPES = {
@@ -25,12 +25,12 @@ def kernels(args, interrupt=None):
         width = max(map(len, ROWS))
         write("".join(f"{name:<{width}}  {text}\n" for name, text in TABLE.items()))
         return 0
-    write("\n".join(explain(ROWS[args.name])) + "\n")
+    write("\n".join(sources(args.name) if args.source else explain(ROWS[args.name])) + "\n")
     return 0
 
 
 def explain(row):
-    """Lines about a row: what it computes, every argument, the files that implement it."""
+    """Lines about a row: what it computes, every argument, the way to the code on every backend."""
     from minidflash.kernels import oracle
 
     truth = (getattr(oracle, row.name).__doc__ or "").strip()
@@ -51,8 +51,10 @@ def explain(row):
     kinds = {arg.type for arg in row.args if arg.dims or arg.type == "W"}
     yield "  types: " + ", ".join(f"{kind} is {TYPES[kind]}" for kind in ("A", "W") if kind in kinds)
     yield ""
-    for backend, files in implementations(row.name).items():
-        yield f"  {backend:<9}{', '.join(files) or 'not there yet'}"
+    yield "  from the row to the code; cuda and emulate ask prefill (for a prompt's rows), then fast, then plain"
+    for who, steps in {"all": entry(row.name), **ladders(row.name)}.items():
+        for i, step in enumerate(steps):
+            yield f"  {'' if i else who:<9}{step}"
 
 
 def dim_letters():
@@ -64,23 +66,8 @@ def dim_letters():
     return dict(re.findall(r"([A-Z]) ([^,)]+)", words))
 
 
-def implementations(name):
-    """Backend -> the files under kernels/ that define this row."""
-    root = resources.files("minidflash.kernels")
-    defined = re.compile(rf"^def {name}\(", re.MULTILINE)
-    found = {"oracle": [], "numba": [], "cuda": []}
-    for backend, folder, ending in (("oracle", "", ".py"), ("numba", "cpu", ".py"), ("cuda", "cuda", ".cu")):
-        place = root / folder if folder else root
-        for file in sorted(place.iterdir(), key=lambda f: f.name) if place.is_dir() else ():
-            if backend == "oracle":
-                fits = file.name.startswith("oracle") and defined.search(file.read_text(encoding="utf-8"))
-            elif backend == "numba":
-                fits = file.name.endswith(ending) and defined.search(file.read_text(encoding="utf-8"))
-            else:
-                fits = file.name.endswith(ending) and re.search(
-                    rf"__global__\s+void\s+(__\w+__\([^)]*\)+\s+)?{name}\w*\s*\(",
-                    file.read_text(encoding="utf-8"),
-                )
-            if fits:
-                found[backend].append(f"kernels/{folder + '/' if folder else ''}{file.name}")
-    return found
+def sources(name):
+    """The Numba file and the .cu files of a row, as text, each below its path."""
+    steps = [step for who, found in ladders(name).items() if who != "oracle" for step in found]
+    for file in dict.fromkeys(step.file for step in steps if not step.file.startswith("kernels/gpu/")):
+        yield f"==> {file} <==\n{(folder().parent / file).read_text(encoding='utf-8')}"

@@ -69,6 +69,7 @@ def add_pair(parser):
     group.add_argument("--drafter", metavar="D", help="folder, Hugging Face id, default (the embedded one), or "
                        "none: plain decoding. Default: the embedded one for the default target, else none")  # fmt: skip
     group.add_argument("--revision", metavar="R", help="branch, tag or commit of a target on Hugging Face")
+    group.add_argument("--drafter-revision", metavar="R", help="the same of a drafter")
     return group
 
 
@@ -149,8 +150,8 @@ def load_keywords(args):
     """The keywords of engine.load that the flags of add_pair, add_how and add_machine ask for."""
     keywords = {
         "target": args.target, "backend": args.backend, "activations": args.activations, "ctx": args.ctx,
-        "prefill_chunk": args.prefill_chunk, "revision": args.revision, "offline": args.offline,
-        "device": args.device,
+        "prefill_chunk": args.prefill_chunk, "revision": args.revision, "drafter_revision": args.drafter_revision,
+        "offline": args.offline, "device": args.device,
     }  # fmt: skip
     if args.drafter is not None:
         keywords["drafter"] = None if args.drafter == "none" else args.drafter

@@ -15,9 +15,9 @@ def round_costs(engine, request):
     if not request.drafts or engine.state is None:
         return {}
     if not engine.schedule.seconds:
-        from ..loop import start_schedule
+        from ..ahead import prepare
 
-        start_schedule(engine, engine.state, replace(request, verify="auto"))
+        prepare(engine, engine.state, replace(request, verify="auto"))
     return dict(engine.schedule.seconds)
 
 

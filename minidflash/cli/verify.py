@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from ..errors import UserError
-from ..loop import generate
+from ..run import generate
 from .bench import read_prompts
 from .generate import open_engine
 from .terminal import write, write_lines

@@ -18,6 +18,8 @@ from tests.fast_rows import C_NORMED, PRODUCTS, ROWS, C, fast_check, fast_run, o
 from tests.kernels import test_fuse, test_gate_up, test_head_logits, test_linear_add, test_qkv, test_rows
 from tests.kernels.test_compile import needs_nvrtc
 
+# Forms of rows that have a fast variant.
+FORMS = test_rows.FORMS
 CUTS = [
     split.Split(1, 2, 8), split.Split(3, 2, 8, 4, 1), split.Split(2, 1, 16, 1, 4), split.Split(4, 2, 4, 2, 2),
     split.Split(2, 2, 3, 3, 1), split.Split(1, 1, 8, 2, 2, 4), split.Split(2, 1, 4, 4, 1, 2, True),
@@ -48,9 +50,9 @@ def rows_alone(ops, name, case, sizes, rows):
 
 @on_gpu_backends
 @pytest.mark.parametrize("cut", CUTS[:2], indirect=True, ids=str)
-@pytest.mark.parametrize("name", ROWS)
-def test_bits_do_not_depend_on_how_many_rows_there_are(ops, rng, cut, name):
-    case, sizes = test_rows.make(name, rng, "bf16", "bf16")
+@pytest.mark.parametrize("form", [*ROWS, *FORMS])
+def test_bits_do_not_depend_on_how_many_rows_there_are(ops, rng, cut, form):
+    name, case, sizes = test_rows.make_form(form, rng, "bf16", "bf16")
     whole = rows_alone(ops, name, case, sizes, range(64))
     for count in (*range(1, 18), 31, 32, 33):
         first = int(rng.integers(0, 65 - count))
@@ -60,10 +62,10 @@ def test_bits_do_not_depend_on_how_many_rows_there_are(ops, rng, cut, name):
 
 @on_gpu_backends
 @pytest.mark.parametrize("cut", CUTS[1:2], indirect=True, ids=str)
-@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("form", [*PRODUCTS, *FORMS])
 @pytest.mark.filterwarnings("ignore:invalid value")
-def test_bits_do_not_depend_on_what_other_rows_hold(ops, rng, cut, name):
-    case, sizes = test_rows.make(name, rng, "bf16", "bf16")
+def test_bits_do_not_depend_on_what_other_rows_hold(ops, rng, cut, form):
+    name, case, sizes = test_rows.make_form(form, rng, "bf16", "bf16")
     whole = rows_alone(ops, name, case, sizes, range(20))
     first = next(spec.name for spec in TABLE_ROWS[name].args if spec.type == "A")
     case[first] = case[first].copy()
@@ -75,9 +77,9 @@ def test_bits_do_not_depend_on_what_other_rows_hold(ops, rng, cut, name):
 
 @pytest.mark.parametrize("ops", parameters(["emulate"], ["bf16"]), indirect=True)
 @pytest.mark.parametrize("cut", [*CUTS[:2], CUTS[-1]], indirect=True, ids=str)
-@pytest.mark.parametrize("name", ROWS)
-def test_every_order_of_blocks_warps_and_lanes_gives_the_same_bits(ops, rng, cut, name):
-    case, sizes = test_rows.make(name, rng, "bf16", "bf16")
+@pytest.mark.parametrize("form", [*ROWS, *FORMS])
+def test_every_order_of_blocks_warps_and_lanes_gives_the_same_bits(ops, rng, cut, form):
+    name, case, sizes = test_rows.make_form(form, rng, "bf16", "bf16")
     want = rows_alone(ops, name, case, sizes, range(11))
     for seed in range(1, 5):
         shuffled = Ops(type(ops.backend)("bf16", seed=seed))
@@ -95,6 +97,10 @@ def test_every_cut_is_right(ops, rng, cut, T):
     fast_check(ops, "gate_up", case, test_gate_up.terms_of(case), C_NORMED, F=77)
     case = test_qkv.make(ops, rng, (T, 330, 5, 1, 24, 12), "bf16", True, True)
     fast_check(ops, "qkv", case, test_qkv.terms_of(case), C_NORMED, H=5)
+    case = test_gate_up.make(ops, rng, T, 330, 77, "bf16") | {"norm": None}
+    fast_check(ops, "gate_up", case, test_gate_up.terms_of(case), C, F=77)
+    case = test_qkv.make(ops, rng, (T, 330, 5, 1, 24, 12), "bf16", True, True) | {"norm": None}
+    fast_check(ops, "qkv", case, test_qkv.terms_of(case), C, H=5)
     case = test_fuse.make(ops, rng, T, 77, 330, "bf16")
     fast_check(ops, "fuse", case, test_fuse.terms_of(case), C)
     case = test_head_logits.make(ops, rng, T, 330, 77, "bf16")
@@ -173,17 +179,23 @@ def test_dependent_launches_read_nothing_too_early(ops, rng, cut, monkeypatch):
 
 
 COMPILED = split.Split(4, 2, 8), split.Split(2, 1, 16, 1, 4, 4, True)
+OTHERS = [
+    ("qkv", {"NORMED": 0}),
+    ("gate_up", {"NORMED": 0}),
+]  # kernels under defines that are not the default
 
 
 @needs_nvrtc
 @pytest.mark.parametrize("arch", compiler.ARCHES.values())
 @pytest.mark.parametrize(
-    "name", [name for name in PRODUCTS if name not in ("sample", "propose")]
-)  # they use head_logits_fast
-def test_kernels_keep_to_registers_and_stream(name, arch, tmp_path):
+    "name, others",
+    [*((name, {}) for name in PRODUCTS if name not in ("sample", "propose")), *OTHERS],
+    ids=str,
+)  # sample and propose use head_logits_fast
+def test_kernels_keep_to_registers_and_stream(name, others, arch, tmp_path):
     file, cubins = "head_fast.cu" if name == "head_logits" else f"{name}_fast.cu", []
     for cut, token_tiles in itertools.product(COMPILED, split.TOKEN_TILES):
-        defines = {key: str(value) for key, value in fast.defines_of(cut, token_tiles).items()}
+        defines = {key: str(value) for key, value in (fast.defines_of(cut, token_tiles) | others).items()}
         cubin, log = compiler.compile_cubin(file, arch, defines)
         used = compiler.resources(log)[f"{name}_fast"]
         assert (used.stack, used.spill_stores, used.spill_loads) == (0, 0, 0), defines

@@ -94,6 +94,17 @@ def test_qkv_matches_oracle(ops, rng, shape, norms, bias):
 
 
 @on_gpu_backends
+def test_without_a_norm_rows_are_as_they_are(ops, rng):
+    """Nothing is rounded before the product then."""
+    for shape in (test_qkv.SHAPES[1], (5, 123, 5, 1, 24, 12), (33, 320, 3, 1, 64, 32)):
+        case = test_qkv.make(ops, rng, shape, "bf16", True, True) | {"norm": None}
+        fast_check(ops, "qkv", case, test_qkv.terms_of(case), C, H=shape[2])
+    for T, D, F in ((16, 576, 40), (5, 123, 77), (33, 320, 24)):
+        case = test_gate_up.make(ops, rng, T, D, F, "bf16") | {"norm": None, "eps": 1e6}
+        fast_check(ops, "gate_up", case, test_gate_up.terms_of(case), C, F=F)
+
+
+@on_gpu_backends
 @pytest.mark.parametrize("norm, bias", [(True, False), (False, True)])
 @pytest.mark.parametrize("shape", test_inject.SHAPES, ids=str)
 def test_inject_matches_oracle(ops, rng, shape, norm, bias):

@@ -86,6 +86,17 @@ def test_qkv_matches_oracle(ops, frame, rng, shape, norms, bias):
 
 
 @on_gpu_backends
+def test_without_a_norm_rows_are_as_they_are(ops, frame, rng):
+    """Nothing is rounded before the product then."""
+    for shape in ((5, 128, 5, 1, 24, 12), (70, 40, 3, 3, 64, 32)):
+        case = test_qkv.make(ops, rng, shape, "bf16", True, True) | {"norm": None}
+        prompt_check(ops, "qkv", case, test_qkv.terms_of(case), C, H=shape[2])
+    for T, D, F in ((1, 64, 40), (70, 96, 100)):
+        case = test_gate_up.make(ops, rng, T, D, F, "bf16") | {"norm": None, "eps": 1e6}
+        prompt_check(ops, "gate_up", case, test_gate_up.terms_of(case), C, F=F)
+
+
+@on_gpu_backends
 @pytest.mark.parametrize("T, D, columns", [(3, 24, 80), (70, 37, 64)])
 def test_fuse_matches_oracle(ops, frame, rng, T, D, columns):
     case = test_fuse.make(ops, rng, T, D, columns, "bf16")
@@ -106,11 +117,11 @@ def test_odd_columns_are_left_to_the_other_kernels(ops, frame, rng):
 
 
 @on_gpu_backends
-@pytest.mark.parametrize("name", ["linear_add", "gate_up", "qkv", "fuse", "inject"])
-def test_a_row_alone_has_the_bits_of_a_chunk(ops, frame, rng, name, monkeypatch):
+@pytest.mark.parametrize("form", ["linear_add", "gate_up", "qkv", "fuse", "inject", *test_rows.FORMS])
+def test_a_row_alone_has_the_bits_of_a_chunk(ops, frame, rng, form, monkeypatch):
     """Rows of a chunk of 64, in chunks of 1 and 17, under every tile."""
     monkeypatch.setattr(test_rows, "make", wide(test_rows.make))
-    case, sizes = test_rows.make(name, rng, "bf16", "bf16")
+    name, case, sizes = test_rows.make_form(form, rng, "bf16", "bf16")
     whole = test_rows.seen(name, case, prompt_run(ops, name, case, **sizes), range(64))
     chunks = range(1), range(40, 57), range(63, 64), range(3, 5)
     for rows, tile in zip(chunks, prefill.TILES[frame], strict=True):

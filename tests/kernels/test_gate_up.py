@@ -36,6 +36,13 @@ def test_matches_oracle(ops, rng, T, D, F, weights):
     check(ops, "gate_up", case, terms_of(case), C, F=F)
 
 
+@pytest.mark.parametrize("T, D, F", [(16, 576, 40), (5, 123, 77), (17, 80, 24)])
+def test_without_a_norm_rows_are_as_they_are(ops, rng, T, D, F):
+    case = make(ops, rng, T, D, F, "bf16") | {"norm": None, "eps": 1e6}
+    check(ops, "gate_up", case, terms_of(case), C, F=F)
+    assert slip(ops, "gate_up", case, {"norm": np.ones(D, np.float32), "eps": EPS}, terms_of(case), C) > 10
+
+
 def test_large_gates_saturate(ops, rng):
     """silu of +-hundreds: the exponential must neither overflow into NaN nor lose the sign."""
     case = make(ops, rng, 3, 40, 24, "f32") | {"norm": np.full(40, 200, np.float32)}

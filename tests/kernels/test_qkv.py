@@ -88,6 +88,14 @@ def test_matches_oracle(ops, rng, shape, norms, bias, weights):
         assert not np.isnan(real(got[name][written])).any()
 
 
+@pytest.mark.parametrize("shape", SHAPES[1:4], ids=str)
+def test_without_a_norm_rows_are_as_they_are(ops, rng, shape):
+    """eps is the head norms' alone then."""
+    case = make(ops, rng, shape, "bf16", True, True) | {"norm": None}
+    check(ops, "qkv", case, terms_of(case), C, H=shape[2])
+    assert slip(ops, "qkv", case, {"norm": np.ones(shape[1], np.float32)}, terms_of(case), C) > 10
+
+
 def test_position_0_is_not_rotated(ops, rng):
     case = make(ops, rng, (1, 40, 3, 1, 16, 8)) | {"pos": np.zeros(1, np.int32)}
     turned = run(ops, "qkv", case, H=3)

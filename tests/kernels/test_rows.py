@@ -87,6 +87,16 @@ ROW_KERNELS = [
     name for name, row in ROWS.items() if any(spec.type in "AW" for spec in row.args) and name != "reject"
 ]
 
+# Other forms of a row: what optional arguments and kinds make of it. "ROW FORM" -> arguments.
+FORMS = {"qkv bare": {"norm": None}, "gate_up bare": {"norm": None}}
+
+
+def make_form(form, rng, activations, weights):
+    """(row, case, sizes) of a row's name or of a form of it."""
+    name = form.split()[0]
+    case, sizes = make(name, rng, activations, weights)
+    return name, case | FORMS.get(form, {}), sizes
+
 
 def row_args(name):
     """Arguments with one entry a row."""
@@ -125,9 +135,9 @@ def compare(name, whole, part, rows, words):
 
 
 @pytest.mark.parametrize("weights", ["bf16", "f32"])
-@pytest.mark.parametrize("name", ROW_KERNELS)
-def test_bits_do_not_depend_on_how_many_rows_there_are(ops, rng, name, weights):
-    case, sizes = make(name, rng, ops.activations, weights)
+@pytest.mark.parametrize("form", [*ROW_KERNELS, *FORMS])
+def test_bits_do_not_depend_on_how_many_rows_there_are(ops, rng, form, weights):
+    name, case, sizes = make_form(form, rng, ops.activations, weights)
     everyone = range(MOST)
     whole = seen(name, case, run(ops, name, case, **sizes), everyone)
     for count in COUNTS:
@@ -137,11 +147,11 @@ def test_bits_do_not_depend_on_how_many_rows_there_are(ops, rng, name, weights):
         compare(name, whole, seen(name, part, run(ops, name, part, **sizes), rows), rows, f"{count} rows")
 
 
-@pytest.mark.parametrize("name", [name for name in ROW_KERNELS if name != "embed"])
-@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("form", [name for name in (*ROW_KERNELS, *FORMS) if name != "embed"])
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
 @pytest.mark.parametrize("other", [np.nan, np.inf, 1e30])
-def test_bits_do_not_depend_on_what_other_rows_hold(ops, rng, name, other):
-    case, sizes = make(name, rng, ops.activations, "bf16")
+def test_bits_do_not_depend_on_what_other_rows_hold(ops, rng, form, other):
+    name, case, sizes = make_form(form, rng, ops.activations, "bf16")
     whole = seen(name, case, run(ops, name, case, **sizes), range(MOST))
     bad = rng.permutation(MOST)[:20]
     good = np.setdiff1d(np.arange(MOST), bad)
@@ -159,9 +169,9 @@ def test_bits_do_not_depend_on_what_other_rows_hold(ops, rng, name, other):
 
 
 @pytest.mark.parametrize("ops", parameters(["numba"]), indirect=True)
-@pytest.mark.parametrize("name", ROW_KERNELS)
-def test_bits_do_not_depend_on_the_threads(ops, rng, name):
-    case, sizes = make(name, rng, ops.activations, "bf16")
+@pytest.mark.parametrize("form", [*ROW_KERNELS, *FORMS])
+def test_bits_do_not_depend_on_the_threads(ops, rng, form):
+    name, case, sizes = make_form(form, rng, ops.activations, "bf16")
     runs = []
     for threads in (1, 2, 3):
         other = open_or_skip("numba", ops.activations, threads=threads)

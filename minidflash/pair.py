@@ -1,0 +1,78 @@
+"""open_pair(): the one way to open a target and its drafter, for `load` and `info` alike. No weight is read."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from .config import check_pair, read_drafter, read_target
+from .values import is_word, told
+
+
+@dataclass
+class Checked:
+    """A checkpoint that is understood. files: weights.Checkpoint. config: its stack. bound: our name -> names.Bound."""
+
+    files: Any
+    config: Any
+    bound: dict
+
+
+@dataclass
+class Pair:
+    """A target, its drafter or None, and the target's Tokenizer or None."""
+
+    target: Checked
+    drafter: Checked | None
+    tokenizer: Any
+
+    @property
+    def configs(self):
+        """(target's, drafter's or None)."""
+        return self.target.config, self.drafter and self.drafter.config
+
+    @property
+    def weights(self):
+        """Bytes of all weights as they are kept."""
+        checked = [self.target, *([self.drafter] if self.drafter else [])]
+        return sum(bound.nbytes for one in checked for bound in one.bound.values())
+
+    @property
+    def notes(self):
+        """Lines about the target and its tokenizer that a user should know."""
+        tokenizer, vocab = self.tokenizer, self.target.config.vocab
+        if tokenizer is None or tokenizer.vocab_size <= vocab:
+            return []
+        vocabulary = tokenizer.backend.get_vocab(with_added_tokens=True)
+        beyond = sorted((i, text) for text, i in vocabulary.items() if i >= vocab)
+        first, text = beyond[0]
+        ids = "an id" if len(beyond) == 1 else f"{len(beyond)} ids"
+        which = "" if len(beyond) == 1 else "the first is "
+        return [
+            f"the tokenizer knows {ids} that the model has no row for, {which}{first} {told(text)}: refused when used"
+        ]
+
+
+def open_pair(
+    target="default", drafter=..., revision=None, drafter_revision=None, offline=False, progress=None
+):
+    """Open, read and check both checkpoints; nothing is left that a later step would find wrong with them.
+
+    target, drafter: folder, Hugging Face id, "default"; drafter None, False or "none": none; left out: the embedded one
+    for the embedded target, else none. revision, drafter_revision: of a Hugging Face id. progress: as load's.
+    Returns a Pair. Errors: UserError. Source: engine.md 4.
+    """
+    from minidflash.weights import names, open_checkpoint
+
+    from .tokenizer import open_tokenizer
+
+    files = open_checkpoint(target, "target", revision, offline, progress)
+    config = read_target(files.config, files.generation, files.tensors)
+    opened = Checked(files, config, names.bind_target(config, files.tensors))
+    own = None
+    if drafter is ...:
+        drafter = "default" if target == "default" else None
+    if not (drafter is None or drafter is False or is_word(drafter, "none")):
+        found = open_checkpoint(drafter, "drafter", drafter_revision, offline, progress)
+        draft_config = read_drafter(found.config, found.tensors)
+        own = Checked(found, draft_config, names.bind_drafter(draft_config, found.tensors))
+        check_pair(config, draft_config)
+    return Pair(opened, own, open_tokenizer(files.folder))

@@ -1,0 +1,102 @@
+"""What a model is made of: layers that say what they are, and the stack of them. Targets and drafters alike.
+
+Names of tensors, memory plan, caches, `info`, benches and tests read these objects; nobody asks for the family.
+"""
+
+from dataclasses import dataclass, field, fields
+
+from .rope import Rope
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer: x += mixer(x); x += ffn(x). mixer, ffn: names of functions in layers.py; the rest is what they need.
+
+    heads, kv_heads, head_size: of attention. window: keys a row sees, itself included; 0: all. causal: False where a
+    row also sees the rows behind it in its block. sees_block: a row sees its block's rows whatever the window. rope: which of the stack's ropes. scale: of q k^T. attention_bias:
+    q, k, v and o have one. qk_norm: q and k are normed, head by head. ffn_width: inner width of the ffn.
+    """
+
+    heads: int
+    kv_heads: int
+    head_size: int
+    ffn_width: int
+    window: int = 0
+    causal: bool = True
+    sees_block: bool = False
+    rope: int = 0
+    scale: float = 0.0
+    attention_bias: bool = False
+    qk_norm: bool = False
+    mixer: str = "attention"
+    ffn: str = "mlp"
+
+    @property
+    def q_rows(self):
+        """Outputs of the query projection."""
+        return self.heads * self.head_size
+
+    @property
+    def kv_rows(self):
+        """Outputs of the key and of the value projection together."""
+        return 2 * self.kv_heads * self.head_size
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Layers on a residual stream. ropes: that layers name by number. vocab, max_positions: 0 when not stated.
+
+    sources: fact -> key of config.json.
+    """
+
+    width: int
+    layers: tuple[Layer, ...]
+    ropes: tuple[Rope, ...]
+    eps: float
+    vocab: int
+    max_positions: int
+    sources: dict[str, str] = field(default_factory=dict, compare=False, kw_only=True)
+
+    @property
+    def rotations(self):
+        """(rope, rotary width) of every layer; equal ones share their tables of angles."""
+        return [(self.ropes[layer.rope], layer.head_size) for layer in self.layers]
+
+    def each(self, what):
+        """What every layer has: a name of Layer."""
+        return tuple(getattr(layer, what) for layer in self.layers)
+
+    def most(self, what):
+        """The largest of it."""
+        return max(self.each(what))
+
+    def facts(self):
+        """Fact -> value: the stack's own, and for every field of a layer the list of its values."""
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("layers", "sources")}
+        own |= {"layers": len(self.layers)}
+        return own | {f.name: list(self.each(f.name)) for f in fields(Layer)}
+
+
+@dataclass(frozen=True)
+class ModelConfig(Stack):
+    """A target. tied: its head is its embedding."""
+
+    family: str
+    tied: bool
+    stop_ids: tuple[int, ...]
+    bos_id: int | None
+    dtype: str
+
+
+@dataclass(frozen=True)
+class DrafterConfig(Stack):
+    """A DFlash v1 drafter. block: as trained. mask_id: what fills a block. taps: target layers that feed it, from 0."""
+
+    block: int
+    mask_id: int
+    taps: tuple[int, ...]
+    target_layers: int | None
+
+    def context(self, ctx):
+        """Positions that a drafted run may use where a plain one may use `ctx`."""
+        return min(ctx, self.max_positions or ctx)
