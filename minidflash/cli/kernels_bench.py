@@ -34,8 +34,11 @@ def bench_kernels(args):
             )
     ops = open_ops(args.backend, args.activations)
     copy = copy_bandwidth(ops)
-    write(f"{ops.name}, {ops.activations}, shape {args.shape}, {args.rows} rows, context {args.context}; copy "
-          f"{copy / 1e9:.1f} GB/s\n\n| row | fused | MB | us | GB/s | of copy |\n|---|---|---|---|---|---|\n")  # fmt: skip
+    write(
+        f"{ops.name}, {ops.activations}, shape {args.shape}, {args.rows} rows, context {args.context}; "
+        f"copy {copy / 1e9:.1f} GB/s\n\n"
+        "| row | fused | MB | us | GB/s | of copy |\n|---|---|---|---|---|---|\n"
+    )
     for name in rows:
         moved, seconds, fused = measure(ops, name, sizes, args.rows, args.context)
         rate = moved / seconds
