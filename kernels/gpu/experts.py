@@ -23,7 +23,7 @@ MOST_WARPS, MOST_AHEAD = 16, 3  # that stream; tiles on their way
 OTHERS = 64  # registers of a lane that do not hold weights under way
 IN_FLIGHT = 50000  # bytes of weights a multiprocessor that should be under way at once
 ORDER_ROOM = 512  # as in experts.cuh
-MOST_EXPERTS = 1024
+MOST_EXPERTS, MOST_LISTED = 1024, 256  # of a layer; runs of a block
 MERGED_ROWS = 32  # above, another kernel adds up the rows
 STRIP = 20  # tiles, about, that the runs of an expert go over side by side in a prompt
 ROUTE_WARPS, ROUTE_ROWS, ROUTE_BLOCKS = 16, 32, 8  # of a block; of a cluster, and its blocks at most
@@ -49,7 +49,7 @@ class Cut:
         width, _, _ = UNIT[kind]
         chunks = -(-cols // width) * width // CHUNK
         sums, tokens = sets * self.warps * 512 * token_tiles, buffers * chunks * 512 * token_tiles
-        return sums + 16 * experts + 4 * ORDER_ROOM + tokens
+        return sums + 16 * (experts + MOST_LISTED) + 4 * ORDER_ROOM + tokens
 
 
 @dataclass(frozen=True)
@@ -112,10 +112,20 @@ def defines_of(cut, kind, frame):
     }  # fmt: skip
 
 
-def strip_of(tiles):
-    """Tiles of a strip: a divisor of all where one is near STRIP."""
-    near = sorted(range(12, 41), key=lambda size: abs(size - STRIP))
-    return next((size for size in near if tiles % size == 0), min(tiles, STRIP))
+def dealt(sms, tiles, experts, rows, used, most_rows):
+    """(tiles of a strip, of a stretch, runs that a block's list can have): experts.cuh's range, span and room.
+
+    Decoding: a stretch a block, span 0. A prompt: strips of about STRIP tiles, a divisor of all, a stretch each.
+    """
+    runs = min(experts, rows * used) + rows * used // most_rows
+    if rows <= MERGED_ROWS:
+        return tiles, 0, -(-runs // sms) + 2
+    sizes = [size for size in range(1, tiles + 1) if tiles % size == 0]
+    for strip in sorted(sizes, key=lambda size: abs(size - STRIP)):
+        room = -(-runs * (tiles // strip) // sms)
+        if room <= MOST_LISTED:
+            return strip, strip, room
+    raise ValueError(f"{runs} runs on {sms} multiprocessors: the list of a block holds {MOST_LISTED}")
 
 
 def work_size(rows, outputs):
@@ -150,20 +160,20 @@ def pack(backend, parts, role, experts):
     return Weight((experts, rows, cols), "mxfp4", layout, (data,))
 
 
-def _launch(backend, row, w, rows, tiles, args, cut=None):
-    """One product of experts. args: function of (tiles of a strip, of a stretch) -> the kernel's. False: K is too long."""
+def _launch(backend, row, w, rows, used, tiles, args, cut=None, **defines):
+    """One product of experts. args: function of what `dealt` gives -> the kernel's. False: K does not suit."""
     experts, _, cols = w.shape
     cut = cut or choose(cols, w.dtype, row)
-    if cut is None or experts > MOST_EXPERTS:
+    if cut is None or experts > MOST_EXPERTS or cols % 8:
         return False
     shape = frame(cut, cols, w.dtype, experts, rows)
     if shape is None:
         return False
-    strip = tiles if rows <= MERGED_ROWS else strip_of(tiles)
     shared = cut.shared(cols, w.dtype, experts, shape.token_tiles, shape.buffers, shape.sets)
+    how = dealt(backend.sms, tiles, experts, rows, used, 8 * shape.token_tiles)
     backend.launch(
-        f"{row}_fast.cu", f"{row}_fast", backend.sms, cut.threads, shared,
-        args(strip, 0 if rows <= MERGED_ROWS else strip), defines_of(cut, w.dtype, shape), dependent=backend.dependent,
+        f"{row}_fast.cu", f"{row}_fast", backend.sms, cut.threads, shared, args(how),
+        defines_of(cut, w.dtype, shape) | defines, dependent=backend.dependent,
     )  # fmt: skip
     return True
 
@@ -185,21 +195,8 @@ def route(backend, x, norm, eps, w, bias, normalise, pos, touched, work, u, expe
     blocks, is_whole = min(ROUTE_BLOCKS, tiles), rows <= ROUTE_ROWS
     kept = min(6, -(-cols // CHUNK // ROUTE_WARPS))
     defines = {"TOKEN_TILES": token_tiles, "STREAM_WARPS": ROUTE_WARPS, "KEPT_CHUNKS": kept}
-    args = [
-        w.data,
-        x,
-        norm,
-        bias,
-        pos,
-        u,
-        expert,
-        share,
-        first if is_whole else None,
-        order,
-        touched,
-        eps,
-        normalise,
-    ]
+    groups = first if is_whole else None
+    args = [w.data, x, norm, bias, pos, u, expert, share, groups, order, touched, eps, normalise]
     args += [rows, w.rows, used, cols, ROUTE_ROWS]
     backend.launch(
         "route_fast.cu", "route_fast", blocks * -(-rows // ROUTE_ROWS), 32 * ROUTE_WARPS,
@@ -215,13 +212,12 @@ def experts_up(backend, u, w, bias, expert, first, order, act, limit, alpha, wor
         return None
     rows, used, ffn = h.shape
 
-    def args(strip, stretch):
+    def args(how):
         return [
-            w.data, u, bias, expert, first, order, h, act, limit, alpha, rows * used, used, w.shape[0], ffn, w.cols,
-            strip, stretch,
+            w.data, u, bias, expert, first, order, h, limit, alpha, rows * used, used, w.shape[0], ffn, w.cols, *how,
         ]  # fmt: skip
 
-    return _launch(backend, "experts_up", w, rows, -(-ffn // (TILE // 2)), args, cut)
+    return _launch(backend, "experts_up", w, rows, used, -(-ffn // (TILE // 2)), args, cut, ACT=act)
 
 
 def experts_down(backend, h, w, bias, expert, share, first, order, tap_row, tap_at, x, taps, work, cut=None):
@@ -231,13 +227,13 @@ def experts_down(backend, h, w, bias, expert, share, first, order, tap_row, tap_
     tap_row, products, is_merged = None if taps is None else tap_row, work[COUNTERS:], rows <= MERGED_ROWS
     tiles = -(-w.rows // TILE)
 
-    def args(strip, stretch):
+    def args(how):
         return [
             w.data, h, bias, expert, share, first, order, tap_row, x, taps, work if is_merged else None, products, rows,
-            used, w.shape[0], w.rows, w.cols, strip, stretch, tap_at, tap_cols,
+            used, w.shape[0], w.rows, w.cols, *how, tap_at, tap_cols,
         ]  # fmt: skip
 
-    if not _launch(backend, "experts_down", w, rows, tiles, args, cut):
+    if not _launch(backend, "experts_down", w, rows, used, tiles, args, cut):
         return None
     if not is_merged:
         kind = w.dtype

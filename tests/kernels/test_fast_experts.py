@@ -90,7 +90,7 @@ BOTH = pytest.mark.parametrize(
 @pytest.mark.parametrize("T", [1, 7, 8, 9, 20, 33, 40, 70])
 def test_groups_of_any_size_match_oracle(ops, rng, name, make, terms, what, weights, T):
     """Three experts, of which one has all rows; tiles of a prompt come in strips, which end in the middle."""
-    case, sizes = make(ops, rng, T, 3, 2, 8 * 26 + 5, 8 * 26 + 5 if weights == "bf16" else 224, weights)
+    case, sizes = make(ops, rng, T, 3, 2, *((216, 301) if name == "experts_up" else (637, 216)), weights)
     case["expert"][:, 0], case["expert"][:, 1] = 1, 2 * (np.arange(T) % 3 > 0)
     case |= grouped(case["expert"], 3)
     fast_check(ops, name, case, terms(case), C, **sizes)
@@ -125,7 +125,7 @@ CUTS = [
 @pytest.mark.parametrize("cut", CUTS, indirect=True, ids=str)
 @pytest.mark.parametrize("T", [5, 37])
 def test_every_cut_is_right(ops, rng, cut, name, make, terms, what, weights, T):
-    case, sizes = make(ops, rng, T, 9, 3, 170, 150, weights, idle=[2])
+    case, sizes = make(ops, rng, T, 9, 3, 176, 152, weights, idle=[2])
     fast_check(ops, name, case, terms(case), C, **sizes)
 
 
@@ -136,7 +136,7 @@ def test_bits_do_not_depend_on_how_a_tile_comes_about(
     ops, rng, name, make, terms, what, weights, monkeypatch
 ):
     """Groups of rows, tiles ahead, who ends them: none of it shows; nor how many rows there are."""
-    case, sizes = make(ops, rng, 37, 5, 2, 200, 130, weights)
+    case, sizes = make(ops, rng, 37, 5, 2, 200, 136, weights)
     whole = fast_run(ops, name, case, **sizes)[what]
     natural = experts.choose(case["w"].shape[-1], weights, name)
     for how, shape in CUTS:
@@ -155,7 +155,7 @@ def how_of(cut):
 @TYPES
 @BOTH
 def test_bits_do_not_depend_on_how_many_rows_there_are(ops, rng, name, make, terms, what, weights):
-    case, sizes = make(ops, rng, 40, 7, 3, 100, 90, weights)
+    case, sizes = make(ops, rng, 40, 7, 3, 104, 88, weights)
     whole = fast_run(ops, name, case, **sizes)[what]
     rows = [spec for spec in ("u", "h", "x", "share", "tap_row") if case.get(spec) is not None]
     for count in (*range(1, 18), 31, 32, 33):
@@ -173,7 +173,7 @@ def test_bits_do_not_depend_on_how_many_rows_there_are(ops, rng, name, make, ter
 def test_every_order_of_blocks_warps_and_lanes_gives_the_same_bits(
     ops, rng, name, make, terms, what, weights, T
 ):
-    case, sizes = make(ops, rng, T, 7, 3, 100, 90, weights)
+    case, sizes = make(ops, rng, T, 7, 3, 104, 88, weights)
     want = fast_run(ops, name, case, **sizes)
     for seed in range(1, 4):
         shuffled = Ops(type(ops.backend)("bf16", seed=seed))
@@ -333,7 +333,7 @@ def test_a_frame_fits_the_card_and_a_group_of_32_is_one_run(model, rows):
 @on_gpu_backends
 @BOTH
 def test_bits_do_not_depend_on_what_other_rows_hold(ops, rng, name, make, terms, what):
-    case, sizes = make(ops, rng, 20, 4, 2, 100, 90, "bf16")
+    case, sizes = make(ops, rng, 20, 4, 2, 104, 88, "bf16")
     whole = fast_run(ops, name, case, **sizes)[what]
     spoiled = dict(case)
     for spec in ("u", "h", "x"):
