@@ -1,4 +1,5 @@
-"""Loading: a sharded safetensors checkpoint of true Qwen3-8B shape from the page cache to packed device memory.
+"""Loading: a sharded safetensors checkpoint of true Qwen3-8B shape from the page cache to packed device
+memory.
 
     python bench/load.py [--rings WAY:MB:THREADS:BUFFERS ...] [--alone N] [--folder F] [--layers 36] [--name load-h100]
 
@@ -49,7 +50,8 @@ USUAL = f"{WAYS[staging.IS_COMPILED]}:{staging.PIECE >> 20}:{staging.THREADS}:{s
 
 
 def write_checkpoint(folder, config):
-    """Shards and index of a model of this shape, random bf16; the files are then in the page cache. Returns bytes."""
+    """Shards and index of a model of this shape, random bf16; the files are then in the page cache.
+    Returns bytes."""
     shapes = dict(pair for named in names.target_table(config).values() for pair in named.sources)
     shapes["lm_head.weight"] = (config.vocab, config.width)
     shards, room = [{}], SHARD
@@ -106,7 +108,8 @@ def pinned_rate(device, size=256 << 20, repeat=9):
 
 
 def read_rate(tensors, threads, piece):
-    """Bytes a second of threads that read all tensors, each thread into a buffer of its own that is in memory."""
+    """Bytes a second of threads that read all tensors, each thread into a buffer of its own that is in
+    memory."""
     jobs = [(t, first) for t in tensors.values() for first in range(0, t.nbytes, piece)]
     buffers = [np.ones(piece, np.uint8) for _ in range(threads)]
 
@@ -195,7 +198,8 @@ def alone(folder, ring, args):
 
 
 def roomy(size=24 << 30):
-    """The folder of the host's memory where it holds the checkpoint, else None: the system's temporary folder."""
+    """The folder of the host's memory where it holds the checkpoint, else None:
+    the system's temporary folder."""
     memory = Path("/dev/shm")
     return memory if memory.is_dir() and shutil.disk_usage(memory).free > size else None
 

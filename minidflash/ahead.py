@@ -15,7 +15,8 @@ from .state import device_ids
 
 @dataclass
 class Started:
-    """A round that was read. injected: context features it injected, None: it let them wait. cost: seconds of its work.
+    """A round that was read. injected: context features it injected, None: it let them wait.
+    cost: seconds of its work.
 
     seconds: since the last one was read, or cost where that is more.
     """
@@ -91,9 +92,11 @@ def program(engine, s, request, width, is_injecting, keys):
 
 
 def prepare(engine, s, request):
-    """A new text for the schedule; the first `auto` on these buffers measures what rounds cost (part of jit_s).
+    """A new text for the schedule; the first `auto` on these buffers measures what rounds cost (part of
+    jit_s).
 
-    So is the first draw of an engine, and the first round by rejection: kernels that only they need are compiled then.
+    So is the first draw of an engine, and the first round by rejection:
+    kernels that only they need are compiled then.
     """
     engine.schedule.begin()
     if request.sampling.choice != "likeliest" and not engine.can_sample:

@@ -1,4 +1,5 @@
-"""config.json -> one frozen ModelConfig or DrafterConfig (stack.py). Families differ in fields, not in classes."""
+"""config.json -> one frozen ModelConfig or DrafterConfig (stack.py).
+Families differ in fields, not in classes."""
 
 from itertools import pairwise
 
@@ -51,8 +52,8 @@ def _ids(reader, key, found, vocab):
 def read_target(config, generation=None, tensors=None):
     """The target that config.json describes.
 
-    config, generation: the parsed config.json and generation_config.json (None: no such file). tensors: what the
-    files hold, by name; sizes are believed no further than that (None: not known).
+    config, generation: the parsed config.json and generation_config.json (None: no such file). tensors: what
+    the files hold, by name; sizes are believed no further than that (None: not known).
     Errors: UserError naming the key, what it holds and what is supported. Source: models.md 0.1, 1, 2.
     """
     reader = Reader(config, "target", tensors)
@@ -80,12 +81,13 @@ def read_target(config, generation=None, tensors=None):
     vocab = reader.number("vocab", "vocab_size", int, 1)
     tied = reader.flag("tied", "tie_word_embeddings", False)
     generation = generation or {}
-    stops = [*_ids(reader, "eos_token_id", config.get("eos_token_id"), vocab),
-             *_ids(reader, "generation_config.eos_token_id", generation.get("eos_token_id"), vocab)]  # fmt: skip
+    stops = [*_ids(reader, "eos_token_id", config.get("eos_token_id"), vocab)]
+    stops += _ids(reader, "generation_config.eos_token_id", generation.get("eos_token_id"), vocab)
     bos = config.get("bos_token_id")
     bos = list(_ids(reader, "bos_token_id", generation.get("bos_token_id") if bos is None else bos, vocab))
     result = ModelConfig(
-        family=family, vocab=vocab, tied=tied, layers=tuple(Layer(window=window, **facts) for window in windows),
+        family=family, vocab=vocab, tied=tied,
+        layers=tuple(Layer(window=window, **facts) for window in windows),
         max_positions=reader.number("max_positions", "max_position_embeddings", int, 1),
         stop_ids=tuple(dict.fromkeys(stops)), bos_id=bos[0] if bos else None,
         dtype=str(config.get("dtype") or config.get("torch_dtype") or ""), sources=reader.sources, **sizes,
@@ -97,7 +99,8 @@ def read_target(config, generation=None, tensors=None):
 
 
 def suggested_taps(target_layers, n):
-    """The reference's default rule for n taps; only ever printed as a hint, never used (F03). models.md 7.1."""
+    """The reference's default rule for n taps; only ever printed as a hint, never used (F03).
+    models.md 7.1."""
     if n == 1:
         return [target_layers // 2]
     return [round(1 + i * (target_layers - 4) / (n - 1)) for i in range(n)]
@@ -106,7 +109,8 @@ def suggested_taps(target_layers, n):
 def read_drafter(config, tensors=None):
     """The DFlash v1 drafter that config.json describes, in z-lab's dialect.
 
-    tensors: as read_target. Errors: UserError naming the key; other dialects, variants and unknown keys are refused by name.
+    tensors: as read_target. Errors: UserError naming the key; other dialects,
+    variants and unknown keys are refused by name.
     Source: models.md 7.1 and 7.5, dflash.md 2.1.
     """
     reader = Reader(config, "drafter", tensors)
@@ -142,7 +146,8 @@ def read_drafter(config, tensors=None):
     kinds = zip(windows, _causal(reader, windows), strict=True)
     result = DrafterConfig(
         layers=tuple(
-            Layer(window=window, causal=causal, sees_block=causal, qk_norm=True, **facts) for window, causal in kinds
+            Layer(window=window, causal=causal, sees_block=causal, qk_norm=True, **facts) for window,
+            causal in kinds
         ),
         taps=tuple(taps), vocab=vocab, target_layers=target_layers,
         block=reader.number("block", "block_size", int, 1, high=WIDEST),
@@ -156,7 +161,8 @@ def read_drafter(config, tensors=None):
 
 
 def _causal(reader, windows):
-    """Causal inside the block, one a layer: is_causal, else dflash_config.causal, else by layer (models.md 7.5)."""
+    """Causal inside the block, one a layer: is_causal, else dflash_config.causal,
+    else by layer (models.md 7.5)."""
     stated = reader.flag("causal", "is_causal")
     stated = reader.flag("causal", "causal") if stated is None else stated
     if stated is not None:
@@ -185,7 +191,8 @@ def check_pair(target, drafter):
             f"drafter {source} taps layer {told(drafter.taps[-1])}, the target has {count} layers"
         )
     if drafter.taps[-1] == count - 1:
-        # The reference hands out the last layer after the final norm, other engines before it: nobody can say.
+        # The reference hands out the last layer after the final norm, other engines before it:
+        # nobody can say.
         raise UserError(
             f"drafter {source} taps the last target layer {drafter.taps[-1]}: with or without norm?"
         )

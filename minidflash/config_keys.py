@@ -116,7 +116,8 @@ class Reader:
         return {"width": width, "eps": eps, "ropes": (rope,)}, facts, layers
 
     def layers(self):
-        """How many layers; of each there are tensors, so lists and tables of a false number are never made."""
+        """How many layers; of each there are tensors, so lists and tables of a false number are never
+        made."""
         layers = self.number("layers", "num_hidden_layers", int, 1)
         if self.tensors is not None and layers > len(self.tensors):
             self.refuse(

@@ -6,8 +6,8 @@ from .state import wide
 def run_layer(ops, model, i, rows, cache, work, taps=None, tap_at=0):
     """Layer i of a model on rows.x, in place; what later rows need of it goes to its cache.
 
-    model: engine.Model. rows: state.Rows. cache: state.Cache of the layer. taps: where the new x also goes, at column
-    tap_at. Source: models.md 0, 7.3.
+    model: engine.Model. rows: state.Rows. cache: state.Cache of the layer. taps: where the new x also goes,
+    at column tap_at. Source: models.md 0, 7.3.
     """
     layer, w = model.config.layers[i], model.layers[i]
     MIXERS[layer.mixer](ops, model.config, layer, w, model.tables[i], rows, cache, work)
@@ -18,12 +18,13 @@ def attention(ops, stack, layer, w, tables, rows, cache, work):
     """x += Wo attend(Wq n(x), keys and values of the cache), after this pass's own went there."""
     q, o = (wide(buffer, layer.heads, layer.head_size) for buffer in (rows.q, rows.o))
     ops.qkv(
-        rows.x, w["attn_norm"], stack.eps, w["q"], w["kv"], w.get("q_bias"), w.get("kv_bias"), w.get("q_norm"),
-        w.get("k_norm"), *tables, *rows.address, cache.k, cache.v, work, q,
+        rows.x, w["attn_norm"], stack.eps, w["q"], w["kv"], w.get("q_bias"), w.get("kv_bias"),
+        w.get("q_norm"), w.get("k_norm"), *tables, *rows.address, cache.k, cache.v, work, q,
     )  # fmt: skip
     begin = rows.begin if layer.sees_block else rows.pos
     ops.attend(
-        q, cache.k, cache.v, rows.slot, rows.pos, begin, rows.end, layer.window, int(layer.causal), layer.scale, work, o
+        q, cache.k, cache.v, rows.slot, rows.pos, begin, rows.end, layer.window, int(layer.causal),
+        layer.scale, work, o
     )  # fmt: skip
     ops.linear_add(wide(rows.o, layer.q_rows), w["o"], w.get("o_bias"), None, 0, rows.x, None, work)
 
@@ -52,7 +53,8 @@ def experts(ops, stack, layer, w, rows, work, taps, tap_at):
 
 
 def addressed_by_position(ops, s, layer, cache):
-    """Commit of attention: nothing. Keys behind the committed rows are written over before a row sees them."""
+    """Commit of attention: nothing. Keys behind the committed rows are written over before a row sees
+    them."""
 
 
 MIXERS, FFNS = {"attention": attention}, {"mlp": mlp, "experts": experts}

@@ -1,6 +1,7 @@
 """What a model is made of: layers that say what they are, and the stack of them. Targets and drafters alike.
 
-Names of tensors, memory plan, caches, `info`, benches and tests read these objects; nobody asks for the family.
+Names of tensors, memory plan, caches, `info`, benches and tests read these objects;
+nobody asks for the family.
 """
 
 from dataclasses import dataclass, field, fields
@@ -28,7 +29,8 @@ class Experts:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer: x += mixer(x); x += ffn(x). mixer, ffn: names of functions in layers.py; the rest is what they need.
+    """One layer: x += mixer(x); x += ffn(x). mixer, ffn: names of functions in layers.py;
+    the rest is what they need.
 
     heads, kv_heads, head_size: of attention. window: keys a row sees, itself included; 0: all. causal: False where a
     row also sees the rows behind it in its block. sees_block: a row sees its block's rows whatever the window. rope: which of the stack's ropes. scale: of q k^T. attention_bias:
@@ -70,7 +72,8 @@ class Layer:
 
 @dataclass(frozen=True)
 class Stack:
-    """Layers on a residual stream. ropes: that layers name by number. vocab, max_positions: 0 when not stated.
+    """Layers on a residual stream. ropes: that layers name by number. vocab,
+    max_positions: 0 when not stated.
 
     sources: fact -> key of config.json.
     """
@@ -116,7 +119,8 @@ class ModelConfig(Stack):
 
 @dataclass(frozen=True)
 class DrafterConfig(Stack):
-    """A DFlash v1 drafter. block: as trained. mask_id: what fills a block. taps: target layers that feed it, from 0."""
+    """A DFlash v1 drafter. block: as trained. mask_id: what fills a block.
+    taps: target layers that feed it, from 0."""
 
     block: int
     mask_id: int

@@ -32,7 +32,8 @@ def one(engine, s):
 
 @pytest.mark.parametrize("ops", parameters(["oracle", "numba", "emulate", "cuda"], ["f32"]), indirect=True)
 def test_a_slot_goes_back_to_its_snapshot_and_begins_anew(ops):
-    """A round behind a restored snapshot is the round of before; behind a reset, a prompt is a prompt of a new engine."""
+    """A round behind a restored snapshot is the round of before; behind a reset,
+    a prompt is a prompt of a new engine."""
     engine = engine_of(target_of(PAIR), PAIR, ops.name, "f32")
     ids = numbers(target_of(PAIR))["p1.input_ids"].tolist()
     request = Request.of(engine, ids, {"max_tokens": 40, "block": BLOCK, "verify": BLOCK})

@@ -72,7 +72,8 @@ def test_rope_frequencies(target):
 
 
 def rotate_neighbours(engine):
-    """K rows of the first layer as if pairs were neighbours: what a reader of the other RoPE layout would have."""
+    """K rows of the first layer as if pairs were neighbours: what a reader of the other RoPE layout would
+    have."""
     kv = engine.target.layers[0]["kv"]
     size = engine.target.config.layers[0].head_size
     order = np.arange(size).reshape(-1, 2).T.reshape(-1)
@@ -123,7 +124,8 @@ def test_golden_logits_see_wrong_models(target, damage):
 @pytest.mark.parametrize("ops", parameters(["oracle", "numba", "emulate", "cuda"], ["bf16"]), indirect=True)
 @pytest.mark.parametrize("target", TARGETS)
 def test_bf16_activations(ops, target):
-    """Median row error within 6 % of the logits' spread, and the argmax where it is not close (golden README)."""
+    """Median row error within 6 % of the logits' spread, and the argmax where it is not close (golden
+    README)."""
     engine, g = engine_of(target, None, ops.name, "bf16"), numbers(target)
     for p in ("p0", "p1"):
         ids, want = g[f"{p}.input_ids"], g[f"{p}.logits"]

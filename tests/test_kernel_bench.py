@@ -1,4 +1,5 @@
-"""kernels --bench: rows are timed at true shapes, and bytes, of which bandwidth is a share, are counted right."""
+"""kernels --bench: rows are timed at true shapes, and bytes, of which bandwidth is a share,
+are counted right."""
 
 import json
 from importlib import resources
@@ -14,8 +15,8 @@ from minidflash.cli.kernels_bench import arguments
 
 SMALL = {"D": 64, "H": 4, "G": 2, "K": 16, "F": 96, "V": 208, "L": 2, "C": 192, "E": 6, "U": 2}
 
-PRODUCTS = ("qkv", "attend", "linear", "linear_add", "gate_up", "head", "sample", "propose", "reject", "head_logits", "fuse",
-            "inject", "route", "experts_up", "experts_down")  # fmt: skip
+PRODUCTS = ("qkv", "attend", "linear", "linear_add", "gate_up", "head", "sample", "propose", "reject",
+            "head_logits", "fuse", "inject", "route", "experts_up", "experts_down")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -68,9 +69,11 @@ def test_the_command_prints_a_row(capsys):
     assert "qwen3-8b has no experts" in capsys.readouterr().err
 
 
-# Billions of parameters, counted from the architectures (models.md 9), and millions of drafters (dflash.md 2.2).
+# Billions of parameters, counted from the architectures (models.md 9),
+# and millions of drafters (dflash.md 2.2).
 COUNTED = {
-    "smollm2-135m": (0.1345, None), "qwen3-4b": (4.02, 537), "qwen3-8b": (8.19, 1049), "llama-3.1-8b": (8.03, 1049),
+    "smollm2-135m": (0.1345, None), "qwen3-4b": (4.02, 537), "qwen3-8b": (8.19, 1049),
+    "llama-3.1-8b": (8.03, 1049),
     "qwen3-coder-30b-a3b": (30.5, 474), "gpt-oss-20b": (20.9, 785), "gpt-oss-120b": (116.8, 785),
 }  # fmt: skip
 
@@ -101,7 +104,8 @@ def test_the_embedded_drafter_is_the_one_that_is_timed():
 
 @pytest.mark.parametrize("name", SIZES)
 def test_what_is_timed_is_a_model(name):
-    """Letters as the rows have them; a drafter's heads are its target's, since there is one set of letters."""
+    """Letters as the rows have them; a drafter's heads are its target's,
+    since there is one set of letters."""
     m, d = SIZES[name], SIZES[name].drafter
     assert (d.H, d.G, d.K) == (m.H, m.G, m.K) and m.dims["C"] == len(d.taps) * m.D
     assert max(d.taps) < m.layers and list(d.taps) == sorted(set(d.taps))

@@ -1,7 +1,7 @@
 """Which tensors make which weight: names, shapes, roles and exact transforms, from the layers of a stack.
 
-A table is {our name: Named}. Everything in the files is used or on the skip list, everything in the table is there with
-its shape (F45-F49).
+A table is {our name: Named}. Everything in the files is used or on the skip list, everything in the table is
+there with its shape (F45-F49).
 """
 
 import re
@@ -34,7 +34,8 @@ FOREIGN = {
 
 @dataclass(frozen=True)
 class Named:
-    """One weight. role: of kernels/weight.py. shape: as kernels get it. sources: ((checkpoint name, its shape), ...).
+    """One weight. role: of kernels/weight.py. shape: as kernels get it.
+    sources: ((checkpoint name, its shape), ...).
 
     transform: of transforms.py, how the sources make it.
     """
@@ -58,7 +59,8 @@ class Named:
 
 @dataclass(frozen=True)
 class Bound:
-    """A weight whose tensors are there. parts: what the transform makes of them, stacked along rows; read when used."""
+    """A weight whose tensors are there. parts: what the transform makes of them, stacked along rows;
+    read when used."""
 
     role: str
     shape: tuple
@@ -211,7 +213,8 @@ def target_table(config):
 
 
 def drafter_table(config):
-    """Of DFlash v1 (models.md 7.1). What injection needs of all layers is one weight: one pass injects into all."""
+    """Of DFlash v1 (models.md 7.1). What injection needs of all layers is one weight:
+    one pass injects into all."""
     width, table = config.width, layers_of(config, "")
     for kind in ("kv", "k_norm", "kv_bias"):
         every = [name for name in table if name.endswith("." + kind)]
@@ -231,7 +234,8 @@ def drafter_table(config):
 
 
 def is_sliced(config):
-    """Whether a drafter's layer sees its rows of the k and v of all layers; odd toy sizes would cut a packed group."""
+    """Whether a drafter's layer sees its rows of the k and v of all layers;
+    odd toy sizes would cut a packed group."""
     return config.layers[0].kv_rows % TILE == 0
 
 
@@ -273,7 +277,8 @@ def _check_dtype(tensor, label, dtypes):
 
 
 def _same_bits(a, b):
-    """True if two tensors hold the same bits; read in slices and dropped again, the load counts these pages."""
+    """True if two tensors hold the same bits; read in slices and dropped again,
+    the load counts these pages."""
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
     rows = max(1, 2**24 // max(1, a.nbytes // max(1, a.shape[0])))

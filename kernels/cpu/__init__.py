@@ -1,7 +1,7 @@
 """The Numba backend: one file a row of the table (the integer rows share control.py), f32 sums; experts also in MXFP4.
 
-Kernels of one process run one at a time (`_LOCK`): Numba's default threading layer aborts when two Python threads
-enter it at once, and two engines on the same cores would not gain anyway.
+Kernels of one process run one at a time (`_LOCK`): Numba's default threading layer aborts when two Python
+threads enter it at once, and two engines on the same cores would not gain anyway.
 """
 
 import threading
@@ -23,7 +23,8 @@ from .experts import pack as pack_experts
 
 _LOCK = threading.Lock()
 _FILES = {
-    "stage": "control", "stage_context": "control", "accept": "control", "propose": "sample", "reject": "sample",
+    "stage": "control", "stage_context": "control", "accept": "control", "propose": "sample",
+    "reject": "sample",
 }  # fmt: skip
 
 

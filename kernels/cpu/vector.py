@@ -1,7 +1,8 @@
 """Explicit 16-lane vectors for Numba, written as LLVM IR: what the auto-vectoriser may not reorder.
 
-An array argument goes in as (array, index of its first element); bf16 is uint16 bits and is widened on load. Sums
-use fused multiply-add in a fixed order that depends on the length alone, so a row's bits never depend on other rows.
+An array argument goes in as (array, index of its first element); bf16 is uint16 bits and is widened on load.
+Sums use fused multiply-add in a fixed order that depends on the length alone,
+so a row's bits never depend on other rows.
 """
 
 from llvmlite import ir
@@ -50,7 +51,8 @@ def _load(builder, kind, pointer, vector):
 
 
 def _prefetch(builder, kind, pointer):
-    """Ask for what the loop reads PREFETCH bytes later: at 16 rows it is too slow for the hardware to run ahead."""
+    """Ask for what the loop reads PREFETCH bytes later: at 16 rows it is too slow for the hardware to run
+    ahead."""
     byte = ir.IntType(8).as_pointer()
     ask = cgutils.get_or_insert_function(
         builder.module, ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32]), "llvm.prefetch.p0"
@@ -81,7 +83,8 @@ def _fold(builder, vector, combine):
 
 
 def _loop(builder, count, step, carried, body):
-    """for k in range(0, count, step) while k + step <= count, carrying values; returns them after the loop."""
+    """for k in range(0, count, step) while k + step <= count, carrying values;
+    returns them after the loop."""
     head, inside, after = (builder.append_basic_block(n) for n in ("head", "inside", "after"))
     before = builder.block
     builder.branch(head)
@@ -283,7 +286,8 @@ def row_dot(typingctx, a, a_at, b, b_at, count):
 
 @intrinsic
 def row_max(typingctx, a, a_at, count):
-    """Largest of count f32 values; -3.4e38 when there are none. A NaN is passed over (it shows in the sum)."""
+    """Largest of count f32 values; -3.4e38 when there are none. A NaN is passed over (it shows in the
+    sum)."""
 
     def codegen(context, builder, signature, args):
         a, a_at, count = args

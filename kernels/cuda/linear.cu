@@ -2,7 +2,8 @@
  *         and head_logits.
  * Grid:   any number of blocks of 4 warps; a warp walks weight rows, one at a time.
  * Moves:  the weights once, the tokens once a weight row (from cache); bound by the latter beyond one group.
- * Source: models.md 1. Truth: oracle.py linear, product. */
+ * Source: models.md 1.
+ * Truth:  oracle.py linear, product. */
 #include "plain.cuh"
 
 #ifndef TOKEN

@@ -1,10 +1,11 @@
-"""Rows of the table for a prompt: many token rows at once, so tensor cores are the bound and not the weights' bytes.
+"""Rows of the table for a prompt: many token rows at once, so tensor cores are the bound and not the weights'
+bytes.
 
-`Prefill(backend)` is the backend with these variants in front; ops.for_prefill makes an Ops of it, which loop.prefill
-uses for every chunk, a chunk of one row included. A row's bits differ from the skinny family's (that cuts K), but not
-with the rows beside it, the chunk, or the tile chosen here: every run of a prompt starts from the same caches.
-Weights are the skinny family's, packed. A row declines, and the backend's own variant runs, on plain weights and where
-K is not a multiple of 8; never because of the number of rows.
+`Prefill(backend)` is the backend with these variants in front; ops.for_prefill makes an Ops of it, which
+loop.prefill uses for every chunk, a chunk of one row included. A row's bits differ from the skinny family's
+(that cuts K), but not with the rows beside it, the chunk, or the tile chosen here: every run of a prompt
+starts from the same caches. Weights are the skinny family's, packed. A row declines, and the backend's own
+variant runs, on plain weights and where K is not a multiple of 8; never because of the number of rows.
 """
 
 from functools import partial
@@ -21,7 +22,8 @@ TILES = {
     "mma": ((64, 4, 4), (64, 8, 4), (128, 8, 3), (256, 8, 4)),
     "wgmma": ((64, 4, 4), (64, 8, 4), (128, 8, 6), (256, 8, 4)),
 }
-# Blocks of a tile that a multiprocessor holds, and what they take at K = 4096: us on an H100, of 16 to 2,048 rows.
+# Blocks of a tile that a multiprocessor holds, and what they take at K = 4096:
+# us on an H100, of 16 to 2,048 rows.
 WAVES = {(64, 4, 4): (3, 36), (64, 8, 4): (2, 38), (128, 8, 6): (1, 37), (256, 8, 4): (1, 47)}
 FRAME = "wgmma"  # where a card has both
 
@@ -66,7 +68,8 @@ def choose(sms, rows, outputs, frame=FRAME):
 
 
 def launch(backend, file, kernel, rows, outputs, args, groups=None, tile=None, defines=None):
-    """One product. groups: function of the row tiles a block -> blocks over the outputs; tile: instead of choose's.
+    """One product. groups: function of the row tiles a block -> blocks over the outputs;
+    tile: instead of choose's.
 
     defines: of the kernel's own, besides the frame's.
     """
@@ -100,9 +103,8 @@ def product(backend, rows, w, x, scale, y, v=None, tile=None, bias=None, target=
     def groups(tiles):
         return sum(-(-count // (TILE * tiles)) for count in (w.rows, second))
 
-    launch(
-        backend, "linear_prefill.cu", "linear_prefill", rows, w.rows + second, args, groups, tile, {"OUT": target}
-    )  # fmt: skip
+    outputs, defines = w.rows + second, {"OUT": target}
+    launch(backend, "linear_prefill.cu", "linear_prefill", rows, outputs, args, groups, tile, defines)
 
 
 def laid_size(rows, cols):
@@ -140,8 +142,8 @@ def fits(*weights):
     return all(w.layout == "packed" and w.cols % 8 == 0 for w in weights)
 
 
-def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot, pos, at, cache_k, cache_v, work,
-        q):  # fmt: skip
+def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot, pos, at, cache_k,
+        cache_v, work, q):  # fmt: skip
     if not fits(wq, wkv):
         return None
     (rows, heads, size), (_, groups, room, _) = q.shape, cache_k.shape
@@ -152,7 +154,8 @@ def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, si
     if size in (64, 128) and cos.shape[1] == size // 2:
         warps = rows * -(-(heads + 2 * groups) // HEADS)
         backend.launch(
-            "qkv_prefill.cu", "qkv_prefill", -(-warps // 4), 128, 0, args[:-2], {"HEAD": size}, dependent=backend.dependent
+            "qkv_prefill.cu", "qkv_prefill", -(-warps // 4), 128, 0, args[:-2], {"HEAD": size},
+            dependent=backend.dependent
         )  # fmt: skip
     else:
         finish(backend, "qkv", rows * (heads + 2 * groups), args)

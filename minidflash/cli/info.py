@@ -1,4 +1,5 @@
-"""`minidflash info`: this machine and its backends, the resolved facts of a pair and where they come from, memory."""
+"""`minidflash info`: this machine and its backends, the resolved facts of a pair and where they come from,
+memory."""
 
 import os
 import platform
@@ -14,7 +15,8 @@ PACKAGES = ("numpy", "numba", "ml-dtypes", "safetensors", "tokenizers", "jinja2"
 
 
 def info(args, interrupt=None):
-    """Run the subcommand. Returns the exit code. Errors: UserError for a pair that `generate` would refuse too."""
+    """Run the subcommand. Returns the exit code. Errors: UserError for a pair that `generate` would refuse
+    too."""
     found = {"minidflash": __version__, "machine": machine(), "packages": packages(), "backends": backends()}
     found |= pair(args)
     if args.json:
@@ -38,7 +40,8 @@ def machine():
         memory = None
     return {
         "system": platform.system(), "processor": _processor(), "cores": cores, "memory_bytes": memory,
-        "free_memory_bytes": free_memory(), "python": platform.python_version(), "cache": cache and str(cache),
+        "free_memory_bytes": free_memory(), "python": platform.python_version(),
+        "cache": cache and str(cache),
     }  # fmt: skip
 
 
@@ -149,7 +152,8 @@ def lines(found):
             yield from _facts_lines(role, found[role])
     memory = found["memory"]
     yield ""
-    yield f"memory needed at a context of {memory['ctx']} positions on {memory['backend']}, {memory['activations']}"
+    where = f"{memory['backend']}, {memory['activations']}"
+    yield f"memory needed at a context of {memory['ctx']} positions on {where}"
     for name, size in memory["bytes"].items():
         yield f"  {name:<16}{amount(size):>12}"
     yield f"  {'in all':<16}{amount(memory['total']):>12}"

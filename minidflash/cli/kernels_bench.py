@@ -1,4 +1,5 @@
-"""`minidflash kernels --bench`: time, bytes and share of the copy bandwidth of one row or all, at a model's shapes."""
+"""`minidflash kernels --bench`: time, bytes and share of the copy bandwidth of one row or all,
+at a model's shapes."""
 
 import time
 from statistics import median
@@ -39,7 +40,8 @@ def bench_kernels(args):
         moved, seconds, fused = measure(ops, name, sizes, args.rows, args.context)
         rate = moved / seconds
         write(
-            f"| {name} | {fused} | {moved / 1e6:.2f} | {1e6 * seconds:.1f} | {rate / 1e9:.1f} | {rate / copy:.2f} |\n"
+            f"| {name} | {fused} | {moved / 1e6:.2f} | {1e6 * seconds:.1f} | {rate / 1e9:.1f} | "
+            f"{rate / copy:.2f} |\n"
         )
     return 0
 
@@ -114,7 +116,8 @@ def arguments(ops, row, shape, rows, context, like=None, experts="bf16"):
     where = np.arange(sizes["T"]) + context
     values = {
         "eps": 1e-6, "scale": shape["K"] ** -0.5, "window": 0, "causal": 1, "limit": sizes["V"], "tap_at": 0,
-        "ids": where % sizes["V"], "pos": where, "at": where, "begin": where, "end": where + 1, "tap_row": np.arange(rows) % BLOCK,
+        "ids": where % sizes["V"], "pos": where, "at": where, "begin": where, "end": where + 1,
+        "tap_row": np.arange(rows) % BLOCK,
         "pick": np.arange(rows), "left": 1000, "start": context, "stop": -1,
         "law": [0.7, 0.9, 0.0], "mass": 2.0**43,
     }  # fmt: skip

@@ -16,9 +16,9 @@ LONGEST = 1e9  # seconds of one round, 31 years
 class Trace:
     """A trace file being written, as a context manager. path: where; an older file there is replaced.
 
-    A line: round (0: prefill's token), ids, drafts (ids verified), accepted (drafts kept, before stop and budget
-    cuts), verify (rows), seconds, text, finish_reason, with a tokenizer id_texts and draft_texts, from the second
-    sample on sample, and logprobs where they were asked for.
+    A line: round (0: prefill's token), ids, drafts (ids verified), accepted (drafts kept, before stop and
+    budget cuts), verify (rows), seconds, text, finish_reason, with a tokenizer id_texts and draft_texts, from
+    the second sample on sample, and logprobs where they were asked for.
     Errors: UserError when it cannot be written, code 3 once it is open: a disk is full then.
     """
 
@@ -29,7 +29,8 @@ class Trace:
                 "--trace run.jsonl, or --trace ./- for that name",
             )
         try:
-            self._file = open(path, "wb", buffering=0)  # noqa: SIM115 unbuffered: closing writes nothing again
+            # Unbuffered: closing writes nothing again.
+            self._file = open(path, "wb", buffering=0)  # noqa: SIM115
         except OSError as error:
             raise UserError(f"trace file {path!r} cannot be written: {error.strerror}") from None
         self._path, self._count = path, 0
@@ -43,7 +44,8 @@ class Trace:
     def write(self, r, tokenizer=None):
         """Append one Round. tokenizer: of the target, or None."""
         line = {
-            "round": self._count, "ids": r.tokens, "drafts": r.drafted, "accepted": r.accepted, "verify": r.verify,
+            "round": self._count, "ids": r.tokens, "drafts": r.drafted, "accepted": r.accepted,
+            "verify": r.verify,
             "seconds": r.seconds, "text": r.text, "finish_reason": r.finish_reason,
         }  # fmt: skip
         if r.sample:
@@ -126,7 +128,8 @@ def _wrong(line):
     if not (line["ids"] or line["finish_reason"]):
         return "it has no ids"
     if line["accepted"] > len(line["drafts"]) or len(line["drafts"]) != max(0, line["verify"] - 1):
-        return f"{line['verify']} rows, {len(line['drafts'])} drafts and {line['accepted']} accepted do not agree"
+        counts = f"{line['verify']} rows, {len(line['drafts'])} drafts and {line['accepted']} accepted"
+        return f"{counts} do not agree"
     return None
 
 
@@ -187,8 +190,8 @@ def summary(lines):
         return [f"{tokens} tokens, plain decoding, {duration(seconds)}"]
     stats = Stats.of(rounds, widest)
     found = (
-        f"{tokens} tokens in {stats.round_count} rounds: tau {stats.tau:.2f} (the target's own token counted), "
-        f"{stats.accepted} of {stats.drafted} drafts accepted, {duration(seconds)}"
+        f"{tokens} tokens in {stats.round_count} rounds: tau {stats.tau:.2f} (the target's own token "
+        f"counted), {stats.accepted} of {stats.drafted} drafts accepted, {duration(seconds)}"
     )
     bars = "".join(BARS[round(8 * a)] if a is not None else "-" for a in stats.acceptance_by_position)
     numbers = " ".join("-" if a is None else f"{a:.2f}" for a in stats.acceptance_by_position)

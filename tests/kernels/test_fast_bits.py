@@ -1,4 +1,5 @@
-"""The fast kernels' bits under any number of rows, any company, order and cut; dependent launch; what is compiled."""
+"""The fast kernels' bits under any number of rows, any company, order and cut; dependent launch;
+what is compiled."""
 
 import itertools
 from dataclasses import replace
@@ -48,7 +49,7 @@ def cut(request, monkeypatch):
     return request.param
 
 
-# ---- bits ----------------------------------------------------------------------------------------------------------
+# ---- bits --------------------------------------------------------------------------------------------------
 
 
 def rows_alone(ops, name, case, sizes, rows):
@@ -133,13 +134,14 @@ def test_bits_do_not_depend_on_who_ends_a_tile(ops, rng, name, monkeypatch):
         test_rows.compare(name, found[0], found[-1], list(range(19)), str(how))
 
 
-# ---- dependent launch ------------------------------------------------------------------------------------------------
+# ---- dependent launch --------------------------------------------------------------------------------------
 
 
 @on_gpu_backends
 @pytest.mark.parametrize("cut", [CUTS[1], CUTS[-1]], indirect=True, ids=str)
 def test_dependent_launches_read_nothing_too_early(ops, rng, cut, monkeypatch):
-    """A chain of kernels that share the workspace; the emulator poisons what the predecessor wrote until the wait."""
+    """A chain of kernels that share the workspace; the emulator poisons what the predecessor wrote until the
+    wait."""
     T, D, H, G, K, F, V, S = 5, 96, 3, 1, 32, 80, 70, 12
     make = Make(rng, "bf16")
     shapes = {"q": (H * K, D), "kv": (2 * G * K, D), "o": (D, H * K), "gate_up": (2 * F, D), "down": (D, F)}
@@ -191,7 +193,7 @@ def test_dependent_launches_read_nothing_too_early(ops, rng, cut, monkeypatch):
         assert_same_bits(value, want[what], what)
 
 
-# ---- what is compiled --------------------------------------------------------------------------------------------------
+# ---- what is compiled --------------------------------------------------------------------------------------
 
 
 COMPILED = split.Split(4, 2, 8), split.Split(2, 1, 16, 1, 4, 4, True)
@@ -229,7 +231,7 @@ def test_kernels_keep_to_registers_and_stream(name, others, arch, tmp_path):
         assert_instructions(kernels[f"{name}_fast"], wanted)
 
 
-# ---- cuts ------------------------------------------------------------------------------------------------------------
+# ---- cuts --------------------------------------------------------------------------------------------------
 
 
 SIZES = [
@@ -271,7 +273,8 @@ def test_a_card_is_kept_busy(monkeypatch):
 # The kernel of each measured product: a shape is measured for one row of one model.
 MEASURED = {
     "qkv": [(6144, 4096), (6144, 2560), (960, 576)],
-    "linear_add": [(4096, 4096), (4096, 12288), (2560, 4096), (2560, 9728), (4096, 14336), (576, 576), (576, 1536)],
+    "linear_add": [(4096, 4096), (4096, 12288), (2560, 4096), (2560, 9728), (4096, 14336), (576, 576),
+                   (576, 1536)],
     "gate_up": [(24576, 4096), (19456, 2560), (28672, 4096), (3072, 576)],
     "head": [(151936, 4096), (128256, 4096), (151936, 2560), (49152, 576)],
     "fuse": [(4096, 20480), (2560, 12800), (576, 2304)],

@@ -145,7 +145,8 @@ def test_head_is_the_argmax_of_head_logits(ops, rng, T, D, V):
     terms = test_head_logits.terms_of(case)
     logits = fast_check(ops, "head_logits", case, terms, C_NORMED)["logits"]
     picked = case | {
-        "pick": np.arange(T, dtype=np.int32)[::-1].copy(), "limit": V, "ids": np.full(T, JUNK["i32"], np.int32)
+        "pick": np.arange(T, dtype=np.int32)[::-1].copy(), "limit": V,
+        "ids": np.full(T, JUNK["i32"], np.int32)
     }  # fmt: skip
     assert fast_run(ops, "head", picked)["ids"].tolist() == logits.argmax(1).tolist()
 

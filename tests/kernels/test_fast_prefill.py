@@ -1,4 +1,5 @@
-"""The products of a prompt: close to the oracle, and a row's bits are not a matter of chunks, company or tiles."""
+"""The products of a prompt: close to the oracle, and a row's bits are not a matter of chunks,
+company or tiles."""
 
 import numpy as np
 import pytest
@@ -22,7 +23,8 @@ from tests.kernels import (
 )
 from tests.kernels.test_compile import needs_nvrtc
 
-# C_NORMED: the norm's weights are multiplied in before the product and that is rounded, half of 2^-7 of each term.
+# C_NORMED: the norm's weights are multiplied in before the product and that is rounded,
+# half of 2^-7 of each term.
 C, C_NORMED = 16, 2**15
 on_gpu_backends = pytest.mark.parametrize("ops", parameters(["emulate", "cuda"], ["bf16"]), indirect=True)
 
@@ -210,8 +212,8 @@ def test_ops_of_a_prompt_share_everything_but_rows():
 
 
 FILES = [
-    ("linear_prefill", {}), ("linear_prefill", {"OUT": "bf16"}), ("linear_add_prefill", {}), ("gate_up_prefill", {}),
-    ("gate_up_prefill", {"NORMED": 0}),
+    ("linear_prefill", {}), ("linear_prefill", {"OUT": "bf16"}), ("linear_add_prefill", {}),
+    ("gate_up_prefill", {}), ("gate_up_prefill", {"NORMED": 0}),
 ]  # fmt: skip
 WANTED = {
     "mma": ["HMMA.16816.F32.BF16", "LDGSTS", "LDS 128", "ACQBULK"],

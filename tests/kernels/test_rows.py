@@ -1,4 +1,5 @@
-"""Row r of every kernel has the same bits whatever the number of rows, the other rows, and the threads (playbook 11).
+"""Row r of every kernel has the same bits whatever the number of rows, the other rows,
+and the threads (playbook 11).
 
 This is what makes drafted text equal plain text: verify runs the plain round's rows in wider company.
 """
