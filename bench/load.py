@@ -166,7 +166,7 @@ def main():
     args = parser.parse_args()
     config = configs(args.shape, 64)[0]
     if args.layers:
-        config = replace(config, layers=args.layers, windows=config.windows[: args.layers])
+        config = replace(config, layers=config.layers[: args.layers])
     if args.checkpoint:
         use(args.rings[0])
         print(load_seconds(args.backend, config, open_tensors(args.checkpoint)[0])[1])

@@ -1,9 +1,10 @@
 """What a row of the table must move and compute at least, and what cards could do:
 the yardstick of `kernels --bench`.
 
-Bytes are counted once each: weights as stored, arrays that are read or written for the rows of the call, of a cache
-only the rows that the call reads or writes, of experts those with a pair. Peaks are the makers' datasheet numbers; what
-is reported as a fraction is always taken of the copy bandwidth measured in the same run.
+Bytes are counted once each: weights as stored, arrays that are read or written for the rows of the call, of a
+cache only the rows that the call reads or writes, of experts those with a pair. Peaks are the makers'
+datasheet numbers; what is reported as a fraction is always taken of the copy bandwidth measured in the same
+run.
 """
 
 from .table import ROWS

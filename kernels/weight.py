@@ -27,9 +27,9 @@ class Weight:
     """y = x @ W.T for W: (rows, cols), rows = output features; (experts, rows, cols)
     where each expert has its own.
 
-    dtype: a key of BITS, as stored. layout: "plain" (shape as it is) or "packed" ([rows/16][cols][16] on the CPU;
-    fragment order on a GPU), "packed pairs" where gate and up rows take turns. parts: the backend's arrays; of mxfp4 the blocks,
-    then their scales.
+    dtype: a key of BITS, as stored. layout: "plain" (shape as it is) or "packed" ([rows/16][cols][16] on the
+    CPU; fragment order on a GPU), "packed pairs" where gate and up rows take turns. parts: the backend's
+    arrays; of mxfp4 the blocks, then their scales.
     """
 
     shape: tuple

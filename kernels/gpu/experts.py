@@ -6,6 +6,7 @@ tile's K is dealt out over warps is a function of K and the type alone (`choose`
 
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 
 import numpy as np
 
@@ -18,8 +19,9 @@ UNIT = {
     "bf16": (32, 1024, 8),
     "mxfp4": (64, 544, 5),
 }  # k, bytes, and registers a lane, of experts_units.cuh's unit
-MOST_WARPS, MOST_REGISTERS = 16, 64  # that stream; of weights under way
-IN_FLIGHT = 60000  # bytes of weights a multiprocessor that are under way at once
+MOST_WARPS, MOST_AHEAD = 16, 3  # that stream; tiles on their way
+OTHERS = 64  # registers of a lane that do not hold weights under way
+IN_FLIGHT = 50000  # bytes of weights a multiprocessor that should be under way at once
 ORDER_ROOM = 512  # as in experts.cuh
 MOST_EXPERTS = 1024
 MERGED_ROWS = 32  # above, another kernel adds up the rows
@@ -68,20 +70,23 @@ def choose(cols, kind, row):
     if (cols, kind, row) in MEASURED:
         return MEASURED[cols, kind, row]
     width, size, registers = UNIT[kind]
-    units = -(-cols // width)
-    best = None
-    for warps in range(min(MOST_WARPS, units), 0, -1):
+    units, best = -(-cols // width), None
+    for warps, finishers in product(range(min(MOST_WARPS, units), 0, -1), (4, 2)):
         own = -(-units // warps)
-        if own * registers > MOST_REGISTERS:
-            break
-        share = units / (own * warps) * min(1, warps / 10)  # fewer warps hide less
-        if best is None or share > best[0] + 0.02:
-            best = share, warps, own
-    if best is None:
-        return None
-    _, warps, own = best
-    ahead = max(1, min(3, round(IN_FLIGHT / (warps * own * size)), MOST_REGISTERS // (own * registers)))
-    return Cut(warps, own, ahead, asked=2 if row == "experts_down" else 0)
+        ahead = min((registers_of(warps + finishers) - OTHERS) // (own * registers), MOST_AHEAD)
+        if ahead < 1:
+            continue
+        flight = min(1, ahead * warps * own * size / IN_FLIGHT)
+        # of the warps' time that has a unit; fewer of them hide less
+        score = units / (own * warps) * min(1, warps / 10) * max(flight, 0.5)
+        if best is None or score > best[0] + 0.02:
+            best = score, Cut(warps, own, ahead, finishers, 2 if row == "experts_down" else 0)
+    return best and best[1]
+
+
+def registers_of(warps):
+    """That a lane of such a block can have."""
+    return min(255, 65536 // (-(-warps // 4) * 4 * 32) // 8 * 8)
 
 
 @cache

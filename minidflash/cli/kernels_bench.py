@@ -128,8 +128,8 @@ def arguments(ops, row, shape, rows, context, like=None, experts="bf16"):
         expert = np.stack([rng.permutation(E)[:U] for _ in range(rows)])
         first, order = group(expert, E)
         values |= {
-            "expert": expert, "first": first, "order": order, "share": 1 / U, "normalise": 1, "limit": 7.0, "alpha": 1.702,
-            "act": CLAMPED if experts == "mxfp4" else SILU,
+            "expert": expert, "first": first, "order": order, "share": 1 / U, "normalise": 1,
+            "act": CLAMPED if experts == "mxfp4" else SILU, "limit": 7.0, "alpha": 1.702,
         }  # fmt: skip
         sizes["Z"] = ops.backend.work_size(
             rows * U, max(sizes["D"], sizes["F"]), max(sizes["D"], 2 * sizes["F"], E)

@@ -85,7 +85,8 @@ def make(name, rng, activations, weights):
     raise KeyError(name)
 
 
-# The rows of reject are a slot's, one behind the other, and those of experts are grouped: their files ask the same of them.
+# The rows of reject are a slot's, one behind the other, those of experts are grouped: their files ask the
+# same.
 OTHERS = "reject", "route", "experts_up", "experts_down"
 ROW_KERNELS = [
     name for name, row in ROWS.items() if any(spec.type in "AW" for spec in row.args) and name not in OTHERS
