@@ -43,7 +43,10 @@ def _norm(backend, x, pick, norm, eps, out, rows, source, target):
 
 
 def _linear(backend, w, x, kind, out, stride, bias=None, target="f32"):
-    """out[t, :rows] = w x[t] + bias. kind, target: types of x, "f32" in the workspace, and of out. stride: between rows of out."""
+    """out[t, :rows] = w x[t] + bias. stride: of out's rows.
+
+    kind, target: types of x, "f32" in the workspace, and of out.
+    """
     rows, cols = w.shape
     tokens = x.size // cols
     defines = _types(backend, w, TOKEN=kind, OUT=target)
