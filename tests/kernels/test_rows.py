@@ -42,6 +42,8 @@ def make(name, rng, activations, weights):
         where = {"slot": slot, "pos": pos, "begin": pos, "end": pos + 1}
         return {"q": make.a(T, H, K), **caches, **where, "window": 0, "causal": 1, "scale": K**-0.5,
                 "sinks": make.v(H)}, {}  # fmt: skip
+    if name == "linear":
+        return {"a": make.a(T, F), "w": make.w(D, F), "bias": make.v(D)}, {}
     if name == "linear_add":
         taps = {"tap_row": np.arange(T, dtype=np.int32), "tap_at": 3}
         rest = {"x": make.a(T, D), "taps": np.zeros((T, D + 7), kinds["A"])}
