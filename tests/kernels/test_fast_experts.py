@@ -58,6 +58,13 @@ def test_route_of_strange_rows(ops, rng, halves, test):
 
 
 @on_gpu_backends
+def test_route_has_its_eps(ops, rng):
+    case, size = test_route.make(ops, rng, 3, 9, 2, 40, "bf16")
+    case["x"] = stored(1e-3 * real(case["x"]), "bf16")
+    test_route.assert_routed(fast_run(ops, "route", case, **size), case, 2, 9)
+
+
+@on_gpu_backends
 @pytest.mark.parametrize("T, E, U, D", [(9, 20, 4, 120), (33, 128, 8, 64)])
 def test_a_routed_rows_bits_are_its_own(ops, rng, T, E, U, D):
     test_route.test_a_rows_bits_are_its_own(Fast(ops, "route"), rng, T, E, U, D)
