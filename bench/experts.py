@@ -277,12 +277,12 @@ def words(cut):
 
 
 def compile_all(device, tasks):
-    """Compile what tasks (row, cols, kind, experts, cut, rows) need, side by side, into the cache."""
+    """Compile what tasks (row, cols, kind, experts, cut, rows, act) need, side by side, into the cache."""
 
     def one(task):
-        row, cols, kind, count, cut, rows = task
+        row, cols, kind, count, cut, rows, act = task
         frame = experts.frame(cut, cols, kind, count, rows)
-        defines = {name: str(value) for name, value in experts.defines_of(cut, kind, frame).items()}
+        defines = {name: str(value) for name, value in experts.defines_of(cut, kind, frame, act).items()}
         compiler.compile_cubin(f"{row}_fast.cu", device.arch, defines)
 
     with ThreadPoolExecutor(12) as pool:
@@ -299,11 +299,13 @@ def use(key, cut):
 def try_cuts(layers, rows, replays, is_late):
     """{row: {cut in words: {rows: us}}}, best first by the sum; those that spill are left out."""
     m, ranking = layers.model, {}
-    for row, cols, call in (("experts_up", m.width, layers.up), ("experts_down", m.ffn, layers.down)):
+    for row, cols, call, act in (
+        ("experts_up", m.width, layers.up, m.act[0]), ("experts_down", m.ffn, layers.down, 0)
+    ):  # fmt: skip
         key, times = (cols, m.kind, row), {}
         cuts = candidates(*key)
         compile_all(
-            layers.backend.device, [(row, cols, m.kind, m.experts, cut, n) for cut in cuts for n in rows]
+            layers.backend.device, [(row, cols, m.kind, m.experts, cut, n, act) for cut in cuts for n in rows]
         )
         for n in rows:
             layers.prepare(n, False)
@@ -312,7 +314,7 @@ def try_cuts(layers, rows, replays, is_late):
                 if is_late():
                     break
                 shape = experts.frame(cut, cols, m.kind, m.experts, n)
-                defines = experts.defines_of(cut, m.kind, shape)
+                defines = experts.defines_of(cut, m.kind, shape, act)
                 if layers.backend.device.function(f"{row}_fast.cu", f"{row}_fast", defines).local_bytes:
                     continue
                 use(key, cut)
@@ -344,8 +346,8 @@ def main():
         if args.backend == "cuda":
             compile_all(
                 ops.backend.device,
-                [(row, cols, m.kind, m.experts, experts.choose(cols, m.kind, row), n) for n in rows
-                 for row, cols in (("experts_up", m.width), ("experts_down", m.ffn))],
+                [(row, cols, m.kind, m.experts, experts.choose(cols, m.kind, row), n, act) for n in rows
+                 for row, cols, act in (("experts_up", m.width, m.act[0]), ("experts_down", m.ffn, 0))],
             )  # fmt: skip
         for n, routing in product(rows, args.routing.split(",")):
             results.append(measure(layers, name, n, routing, args.replays, copy))

@@ -14,25 +14,30 @@ struct Rows {
     const float* work;
     int rows, used, outputs, tap_at, tap_cols;
 
-    /* 16 outputs of 8 rows, by a warp: a lane four outputs of row t. */
+    /* 16 outputs of 8 rows, by a warp: a lane four outputs of row t. All that it reads is asked for at once.
+     */
     __device__ __forceinline__ void end(int tile, int t) const {
-        const int n = 16 * tile + 4 * (lane_index() % 4);
-        if (t >= rows || n >= outputs || __ldcg(expert + (size_t)t * used) < 0) return;
+        const int n = 16 * tile + 4 * (lane_index() % 4), there = min(4, outputs - n);
+        if (t >= rows || there <= 0) return;
         const float4* from = (const float4*)(work + ((size_t)tile * rows + t) * used * 16) + lane_index() % 4;
+        bf16* to = x + (size_t)t * outputs + n;
+        const int first = __ldcg(expert + (size_t)t * used), row = taps ? tap_row[t] : -1;
+        bf16 old[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) old[i] = i < there ? to[i] : bf16{0};
         float4 sum{};
 #pragma unroll 8
         for (int k = 0; k < used; ++k) {
             const float4 part = __ldcg(from + 4 * k);
             sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
         }
+        if (first < 0) return;
         const float all[4] = {sum.x, sum.y, sum.z, sum.w};
-        bf16* to = x + (size_t)t * outputs + n;
-        const int row = taps ? tap_row[t] : -1;
         bf16* tap = taps + (size_t)max(row, 0) * tap_cols + tap_at + n;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            if (n + i >= outputs) break;
-            const bf16 y = to_bf16(to_f32(to[i]) + all[i]);
+            if (i >= there) break;
+            const bf16 y = to_bf16(to_f32(old[i]) + all[i]);
             to[i] = y;
             if (row >= 0) tap[i] = y;
         }

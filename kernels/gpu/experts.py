@@ -103,12 +103,12 @@ def frame(cut, cols, kind, experts, rows):
     return found
 
 
-def defines_of(cut, kind, frame):
-    """-D of a kernel. Of these only STREAM_WARPS shows in the bits."""
+def defines_of(cut, kind, frame, act=0):
+    """-D of a kernel. Of the cut's and the frame's only STREAM_WARPS shows in the bits."""
     return {
         "TOKEN_TILES": frame.token_tiles, "TOKEN_BUFFERS": frame.buffers, "SUM_SETS": frame.sets,
         "STREAM_WARPS": cut.warps, "STEP_CHUNKS": cut.units, "STEPS_AHEAD": cut.ahead, "FINISH_WARPS": cut.finishers,
-        "ASKED_TILES": cut.asked, "MXFP4": int(kind == "mxfp4"),
+        "ASKED_TILES": cut.asked, "MXFP4": int(kind == "mxfp4"), "ACT": act,
     }  # fmt: skip
 
 
@@ -160,7 +160,7 @@ def pack(backend, parts, role, experts):
     return Weight((experts, rows, cols), "mxfp4", layout, (data,))
 
 
-def _launch(backend, row, w, rows, used, tiles, args, cut=None, **defines):
+def _launch(backend, row, w, rows, used, tiles, args, cut=None, act=0):
     """One product of experts. args: function of what `dealt` gives -> the kernel's. False: K does not suit."""
     experts, _, cols = w.shape
     cut = cut or choose(cols, w.dtype, row)
@@ -173,15 +173,15 @@ def _launch(backend, row, w, rows, used, tiles, args, cut=None, **defines):
     how = dealt(backend.sms, tiles, experts, rows, used, 8 * shape.token_tiles)
     backend.launch(
         f"{row}_fast.cu", f"{row}_fast", backend.sms, cut.threads, shared, args(how),
-        defines_of(cut, w.dtype, shape) | defines, dependent=backend.dependent,
+        defines_of(cut, w.dtype, shape, act), dependent=backend.dependent,
     )  # fmt: skip
     return True
 
 
 def _route_shared(experts, cols, token_tiles):
-    """Dynamic shared bytes: sums, logits, groups, norm, token rows."""
+    """Dynamic shared bytes: sums, logits, bias and groups, norm, token rows."""
     padded, chunks = -(-experts // TILE) * TILE, -(-cols // CHUNK)
-    groups = 4 * (2 * padded + 16 + 32 * ROUTE_ROWS)
+    groups = 4 * (3 * padded + 16 + 32 * ROUTE_ROWS)
     sums, logits = ROUTE_WARPS * 512 * token_tiles, 4 * ROUTE_ROWS * padded
     return sums + logits + groups + chunks * (128 + 512 * token_tiles + 64)
 
@@ -189,7 +189,7 @@ def _route_shared(experts, cols, token_tiles):
 def route(backend, x, norm, eps, w, bias, normalise, pos, touched, work, u, expert, share, first, order):
     (rows, cols), used, tiles = x.shape, expert.shape[1], -(-w.rows // TILE)
     fitting = [n for n in (1, 2) if _route_shared(w.rows, cols, n) + STATIC <= SHARED_PER_BLOCK]
-    if w.layout != "packed" or used > plain.MOST_USED or not fitting:
+    if w.layout != "packed" or cols % 8 or used > plain.MOST_USED or not fitting:
         return None
     token_tiles = next((n for n in fitting if 8 * n >= rows), fitting[-1])
     blocks, is_whole = min(ROUTE_BLOCKS, tiles), rows <= ROUTE_ROWS
@@ -217,7 +217,7 @@ def experts_up(backend, u, w, bias, expert, first, order, act, limit, alpha, wor
             w.data, u, bias, expert, first, order, h, limit, alpha, rows * used, used, w.shape[0], ffn, w.cols, *how,
         ]  # fmt: skip
 
-    return _launch(backend, "experts_up", w, rows, used, -(-ffn // (TILE // 2)), args, cut, ACT=act)
+    return _launch(backend, "experts_up", w, rows, used, -(-ffn // (TILE // 2)), args, cut, act)
 
 
 def experts_down(backend, h, w, bias, expert, share, first, order, tap_row, tap_at, x, taps, work, cut=None):

@@ -10,6 +10,7 @@ import pytest
 from minidflash.kernels import compiler
 from minidflash.kernels.gpu import experts
 from minidflash.kernels.ops import Ops
+from minidflash.kernels.table import CLAMPED, GELU_TANH, SILU
 
 from tests.cases import Make, grouped, run, stored
 from tests.compare import assert_same_bits, real
@@ -29,7 +30,7 @@ TYPES = pytest.mark.parametrize("weights", ["bf16", "mxfp4"])
 @pytest.mark.parametrize("bias, normalise", [(False, 1), (True, 0)])
 @pytest.mark.parametrize("T, E, U, D", [*test_route.SHAPES, (16, 128, 8, 2048), (20, 300, 8, 104)])
 def test_route_matches_oracle(ops, rng, T, E, U, D, bias, normalise):
-    case, size = test_route.make(ops, rng, T, E, U, D, "bf16", bias, normalise)
+    case, size = test_route.make(ops, rng, T, E, U, -(-D // 8) * 8, "bf16", bias, normalise)
     test_route.assert_routed(fast_run(ops, "route", case, **size), case, U, E)
 
 
@@ -57,7 +58,14 @@ def test_route_of_strange_rows(ops, rng, halves, test):
 
 
 @on_gpu_backends
-@pytest.mark.parametrize("T, E, U, D", [(9, 20, 4, 123), (33, 128, 8, 64)])
+def test_route_has_its_eps(ops, rng):
+    case, size = test_route.make(ops, rng, 3, 9, 2, 40, "bf16")
+    case["x"] = stored(1e-3 * real(case["x"]), "bf16")
+    test_route.assert_routed(fast_run(ops, "route", case, **size), case, 2, 9)
+
+
+@on_gpu_backends
+@pytest.mark.parametrize("T, E, U, D", [(9, 20, 4, 120), (33, 128, 8, 64)])
 def test_a_routed_rows_bits_are_its_own(ops, rng, T, E, U, D):
     test_route.test_a_rows_bits_are_its_own(Fast(ops, "route"), rng, T, E, U, D)
     assert ops.backend.variants["route"] == "fast"
@@ -185,7 +193,7 @@ def test_every_order_of_blocks_warps_and_lanes_gives_the_same_bits(
 @pytest.mark.parametrize("ops", parameters(["emulate"], ["bf16"]), indirect=True)
 @pytest.mark.parametrize("T", [5, 20, 36])
 def test_every_order_routes_the_same_way(ops, rng, T):
-    case, sizes = test_route.make(ops, rng, T, 50, 4, 100, "bf16")
+    case, sizes = test_route.make(ops, rng, T, 50, 4, 104, "bf16")
     want = fast_run(ops, "route", case, **sizes)
     for seed in range(1, 4):
         got = fast_run(Ops(type(ops.backend)("bf16", seed=seed)), "route", case, **sizes)
@@ -272,11 +280,13 @@ def test_dependent_launches_read_nothing_too_early(ops, rng, weights, T, monkeyp
 
 # ---- what is compiled ----------------------------------------------------------------------------------------------
 
-TRUE = {  # K, type and experts of models.md 3 and 4
-    "coder": {"experts_up": (2048, "bf16", 128), "experts_down": (768, "bf16", 128)},
-    "gpt-oss-120b": {"experts_up": (2880, "mxfp4", 128), "experts_down": (2880, "mxfp4", 128)},
-    "gpt-oss-20b": {"experts_up": (2880, "mxfp4", 32), "experts_down": (2880, "mxfp4", 32)},
-    "gpt-oss-bf16": {"experts_up": (2880, "bf16", 128), "experts_down": (2880, "bf16", 128)},
+GPT_OSS = {"experts_up": (2880, "mxfp4", 128, CLAMPED), "experts_down": (2880, "mxfp4", 128, 0)}
+TRUE = {  # K, type, experts and activation of models.md 3 to 5
+    "coder": {"experts_up": (2048, "bf16", 128, SILU), "experts_down": (768, "bf16", 128, 0)},
+    "gpt-oss-120b": GPT_OSS,
+    "gpt-oss-20b": {row: (cols, kind, 32, act) for row, (cols, kind, _, act) in GPT_OSS.items()},
+    "gpt-oss-bf16": {row: (cols, "bf16", 128, act) for row, (cols, _, _, act) in GPT_OSS.items()},
+    "gemma-4-26b": {"experts_up": (2816, "bf16", 128, GELU_TANH), "experts_down": (704, "bf16", 128, 0)},
 }
 
 
@@ -285,10 +295,10 @@ TRUE = {  # K, type and experts of models.md 3 and 4
 @pytest.mark.parametrize("model", TRUE)
 def test_true_shapes_keep_to_registers_and_stream(model, arch, tmp_path):
     cubins = []
-    for row, (cols, kind, count) in TRUE[model].items():
+    for row, (cols, kind, count, act) in TRUE[model].items():
         cut = experts.choose(cols, kind, row)
         for rows in (8, 16, 32):
-            defines = experts.defines_of(cut, kind, experts.frame(cut, cols, kind, count, rows))
+            defines = experts.defines_of(cut, kind, experts.frame(cut, cols, kind, count, rows), act)
             cubin, log = compiler.compile_cubin(
                 f"{row}_fast.cu", arch, {name: str(value) for name, value in defines.items()}
             )
@@ -322,7 +332,8 @@ def test_route_keeps_to_registers(token_tiles, kept, arch):
 @pytest.mark.parametrize("rows", [1, 8, 9, 16, 17, 32, 33, 2048])
 @pytest.mark.parametrize("model", TRUE)
 def test_a_frame_fits_the_card_and_a_group_of_32_is_one_run(model, rows):
-    for row, (cols, kind, count) in TRUE[model].items():
+    for row, (cols, kind, count, act) in TRUE[model].items():
+        assert act in (SILU, CLAMPED, GELU_TANH)
         cut = experts.choose(cols, kind, row)
         assert cut.warps * cut.units >= -(-cols // experts.UNIT[kind][0])
         shape = experts.frame(cut, cols, kind, count, rows)
