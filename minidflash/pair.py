@@ -1,4 +1,5 @@
-"""open_pair(): the one way to open a target and its drafter, for `load` and `info` alike. No weight is read."""
+"""open_pair(): the one way to open a target and its drafter, for `load` and `info` alike.
+No weight is read."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,8 @@ from .values import is_word, told
 
 @dataclass
 class Checked:
-    """A checkpoint that is understood. files: weights.Checkpoint. config: its stack. bound: our name -> names.Bound."""
+    """A checkpoint that is understood. files: weights.Checkpoint. config: its stack.
+    bound: our name -> names.Bound."""
 
     files: Any
     config: Any
@@ -46,9 +48,8 @@ class Pair:
         first, text = beyond[0]
         ids = "an id" if len(beyond) == 1 else f"{len(beyond)} ids"
         which = "" if len(beyond) == 1 else "the first is "
-        return [
-            f"the tokenizer knows {ids} that the model has no row for, {which}{first} {told(text)}: refused when used"
-        ]
+        unknown = f"{ids} that the model has no row for, {which}{first} {told(text)}"
+        return [f"the tokenizer knows {unknown}: refused when used"]
 
 
 def open_pair(
@@ -56,8 +57,9 @@ def open_pair(
 ):
     """Open, read and check both checkpoints; nothing is left that a later step would find wrong with them.
 
-    target, drafter: folder, Hugging Face id, "default"; drafter None, False or "none": none; left out: the embedded one
-    for the embedded target, else none. revision, drafter_revision: of a Hugging Face id. progress: as load's.
+    target, drafter: folder, Hugging Face id, "default"; drafter None, False or "none": none; left out: the
+    embedded one for the embedded target, else none. revision, drafter_revision: of a Hugging Face id.
+    progress: as load's.
     Returns a Pair. Errors: UserError. Source: engine.md 4.
     """
     from minidflash.weights import names, open_checkpoint

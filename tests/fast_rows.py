@@ -1,7 +1,8 @@
-"""Calls of the fast kernels for tests: weights get the role that packs them, and the fast variant must have run.
+"""Calls of the fast kernels for tests: weights get the role that packs them,
+and the fast variant must have run.
 
-C_NORMED: the norm's scale is multiplied in before the product and that is rounded to bf16, half of 2^-7 of each term;
-the f32 sums are far below.
+C_NORMED: the norm's scale is multiplied in before the product and that is rounded to bf16, half of 2^-7 of
+each term; the f32 sums are far below.
 """
 
 import pytest

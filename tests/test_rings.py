@@ -1,4 +1,5 @@
-"""A sliding layer keeps its keys in a ring: key n in row n % S. Bits are those of a cache that holds everything."""
+"""A sliding layer keeps its keys in a ring: key n in row n % S. Bits are those of a cache that holds
+everything."""
 
 import numpy as np
 import pytest
@@ -16,8 +17,11 @@ SLIDING = ["sliding_attention", "sliding_attention"]
 PROMPT = np.random.default_rng(3).integers(0, 97, 304).tolist()
 
 
-@pytest.mark.parametrize("window, newest, cut, rows", [(20, 16, 1, 35), (20, 16, 128, 128), (128, 16, 128, 256),
-                                                       (113, 16, 128, 128), (0, 16, 128, 1000), (2000, 16, 1, 1000)])  # fmt: skip
+RINGS = [(20, 16, 1, 35), (20, 16, 128, 128), (128, 16, 128, 256), (113, 16, 128, 128), (0, 16, 128, 1000),
+         (2000, 16, 1, 1000)]  # fmt: skip
+
+
+@pytest.mark.parametrize("window, newest, cut, rows", RINGS)
 def test_how_long_a_ring_is(window, newest, cut, rows):
     assert state.cache_rows(window, 1000, newest, cut) == rows
 
@@ -27,8 +31,8 @@ def open_pair(folder, ops, chunk, kinds=SLIDING):
         folder, "grouped", family="qwen3", block=BLOCK, max_pos=512, windows=(SLIDING, WINDOW, True),
         target_config={"layer_types": kinds, "sliding_window": WINDOW, "use_sliding_window": True},
     )  # fmt: skip
-    return md.load(str(target), drafter=str(drafter), backend=ops.name, activations=ops.activations, warm=False,
-                   prefill_chunk=chunk)  # fmt: skip
+    return md.load(str(target), drafter=str(drafter), backend=ops.name, activations=ops.activations,
+                   warm=False, prefill_chunk=chunk)  # fmt: skip
 
 
 def told(engine, known=None, **options):
@@ -95,7 +99,8 @@ def test_attention_on_a_ring_has_the_bits_of_a_whole_cache(ops, rng, size, windo
     whole = {name: make.a(1, groups, total, size) for name in ("cache_k", "cache_v")}
     for start in (room - 3, room, 2 * room + room // 2, 3 * room - BLOCK):
         pos = start + np.arange(BLOCK, dtype=np.int32)
-        case = {"q": make.a(BLOCK, heads, size), **whole, "slot": np.zeros(BLOCK, np.int32), "pos": pos, "begin": pos,
+        case = {"q": make.a(BLOCK, heads, size), **whole, "slot": np.zeros(BLOCK, np.int32), "pos": pos,
+                "begin": pos,
                 "end": pos + 1, "window": window, "causal": 1, "scale": size**-0.5}  # fmt: skip
         ring = dict(case)
         for name in ("cache_k", "cache_v"):

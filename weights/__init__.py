@@ -23,7 +23,8 @@ class Checkpoint:
 def open_checkpoint(spec, role, revision=None, offline=False, progress=None):
     """The checkpoint that `spec` names, its header read and its weights mapped.
 
-    spec: folder, Hugging Face id, or "default". role: "target" or "drafter", for the default pair and messages.
+    spec: folder, Hugging Face id, or "default". role: "target" or "drafter",
+    for the default pair and messages.
     progress: None, or called as progress(label, done, total) in bytes. Returns a Checkpoint.
     Errors: UserError, code 2 for what is wrong with the files, 3 for a missing network, package or disk.
     Source: engine.md 4.

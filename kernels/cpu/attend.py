@@ -18,7 +18,8 @@ _1x4, _1x1 = make_tile_dot(1, 4), make_tile_dot(1, 1)
 
 @jit
 def _weighted_values(cache_v, v_at, size, count, work, p_at, out_at):
-    """work[out_at + i] = sum over count keys of p * v[i]: keys are the k of a tile_dot, 16 components its lanes."""
+    """work[out_at + i] = sum over count keys of p * v[i]: keys are the k of a tile_dot,
+    16 components its lanes."""
     i = 0
     while i + 64 <= size:
         _1x4(cache_v, v_at + i, 16, size, work, p_at, 1, count, work, out_at + i, 0)
@@ -80,8 +81,10 @@ def _run(q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, work
                     o[t, h, i] = 0
             else:
                 at = np.int64(thread) * room
-                _attend_head(t, h, q, cache_k, cache_v, np.int64(slot[t]), np.int64(pos[t]), np.int64(begin[t]),
-                             np.int64(end[t]), window, causal, scale, ones, work, at, o)  # fmt: skip
+                _attend_head(
+                    t, h, q, cache_k, cache_v, np.int64(slot[t]), np.int64(pos[t]), np.int64(begin[t]),
+                    np.int64(end[t]), window, causal, scale, ones, work, at, o,
+                )  # fmt: skip
 
 
 def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, work, o):

@@ -1,4 +1,5 @@
-"""Fast variants of the rows: bf16 activations, bf16 weights packed in fragment order. The hook of the plain backend.
+"""Fast variants of the rows: bf16 activations, bf16 weights packed in fragment order.
+The hook of the plain backend.
 
 What a fast file offers is entered here; the backend (kernels/gpu/__init__.py) asks in this order:
 
@@ -13,10 +14,10 @@ What a fast file offers is entered here; the backend (kernels/gpu/__init__.py) a
 * `work_size(backend, rows, cols, outputs)`: f32 that fast variants need in `work` behind the counters, for a product
   of `rows` token rows with `cols` inputs and `outputs` outputs.
 
-`work` begins with COUNTERS f32 slots that are u32 counters: zero when allocated, left at zero by every kernel. What
-follows holds anything. backend.variants[row] says which variant ran last, "fast" or "plain".
+`work` begins with COUNTERS f32 slots that are u32 counters: zero when allocated, left at zero by every
+kernel. What follows holds anything. backend.variants[row] says which variant ran last, "fast" or "plain".
 
-backend.launch(file, kernel, grid, block, shared, args, defines=None, cluster=1, cooperative=False, dependent=False)
+backend.launch(file, kernel, grid, block, shared, args, defines=None, cluster=1, dependent=False)
 takes arrays for pointers (a slice of an array is a shifted pointer) and numbers for scalars. While a graph is being
 prepared it only compiles and loads, so a row function must not depend on what kernels computed. backend.sms is the
 number of multiprocessors.
@@ -89,7 +90,8 @@ def launch(
 ):
     """One launch for each pass of rows. args: function of (slice of the rows, their number) -> the kernel's.
 
-    is_normed: the kernel norms its token rows. together: blocks wait for each other, so the card must hold all of them.
+    is_normed: the kernel norms its token rows. together: blocks wait for each other,
+    so the card must hold all of them.
     defines: of the kernel's own, besides its cut's.
     """
     for here, count in cut.passes(cols, rows, is_normed):
@@ -124,20 +126,20 @@ def embed(backend, ids, table, scale, x):
     return True
 
 
-def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot, pos, at, cache_k, cache_v, work,
-        q):  # fmt: skip
+def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot, pos, at, cache_k,
+        cache_v, work, q):  # fmt: skip
     cols, (_, heads, size), (_, groups, cached, _) = wq.cols, q.shape, cache_k.shape
     if (wq.layout, wkv.layout) != ("packed", "packed") or not has_room(heads + 2 * groups, size):
         return None
-    # Its successor may start once all blocks of this kernel have seen their predecessor end: attend asks for older
-    # keys before its own wait, and those must be whole.
+    # Its successor may start once all blocks of this kernel have seen their predecessor end: attend asks for
+    # older keys before its own wait, and those must be whole.
     cut = replace(split.choose(wq.rows + wkv.rows, cols, backend.sms), early=False)
 
     def args(here, count):
         return [
-            wq.data, wkv.data, x[here], norm, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot[here], pos[here],
-            at[here], cache_k, cache_v, q[here], work, work[COUNTERS:], eps, count, cols, cut.slices, heads, groups, size,
-            cos.shape[1], cached,
+            wq.data, wkv.data, x[here], norm, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot[here],
+            pos[here], at[here], cache_k, cache_v, q[here], work, work[COUNTERS:], eps, count, cols,
+            cut.slices, heads, groups, size, cos.shape[1], cached,
         ]  # fmt: skip
 
     tiles = tiles_of(wq.rows) + tiles_of(wkv.rows)
@@ -153,6 +155,17 @@ def has_room(heads, size):
     return heads <= 512 and size <= 128
 
 
+def linear(backend, a, w, bias, work, y):
+    if w.layout != "packed":
+        return None
+    cut, tiles = split.choose(w.rows, w.cols, backend.sms), tiles_of(w.rows)
+
+    def args(here, count):
+        return [w.data, a[here], bias, y[here], work, work[COUNTERS:], count, w.rows, w.cols, cut.slices]
+
+    return launch(backend, "linear_fast.cu", "linear_fast", tiles, cut, w.cols, len(a), args)
+
+
 def linear_add(backend, a, w, bias, tap_row, tap_at, x, taps, work):
     if w.layout != "packed":
         return None
@@ -162,8 +175,8 @@ def linear_add(backend, a, w, bias, tap_row, tap_at, x, taps, work):
 
     def args(here, count):
         return [
-            w.data, a[here], bias, rows_of(tap_row, here), x[here], taps, work, work[COUNTERS:], count, w.rows,
-            w.cols, cut.slices, tap_at, tap_cols,
+            w.data, a[here], bias, rows_of(tap_row, here), x[here], taps, work, work[COUNTERS:], count,
+            w.rows, w.cols, cut.slices, tap_at, tap_cols,
         ]  # fmt: skip
 
     return launch(backend, "linear_add_fast.cu", "linear_add_fast", tiles, cut, w.cols, len(a), args)
@@ -276,8 +289,9 @@ def inject(backend, f, wkv, kv_bias, k_norm, eps, cos, sin, slot, pos, at, cache
 
     def args(here, count):
         return [
-            wkv.data, f[here], kv_bias, k_norm, cos, sin, slot[here], pos[here], at[here], cache_k, cache_v, work,
-            work[COUNTERS:], eps, count, wkv.cols, cut.slices, layers, slots, groups, size, cos.shape[1], cached,
+            wkv.data, f[here], kv_bias, k_norm, cos, sin, slot[here], pos[here], at[here], cache_k, cache_v,
+            work, work[COUNTERS:], eps, count, wkv.cols, cut.slices, layers, slots, groups, size,
+            cos.shape[1], cached,
         ]  # fmt: skip
 
     return launch(backend, "inject_fast.cu", "inject_fast", tiles, cut, wkv.cols, len(f), args, together=True)
@@ -290,6 +304,7 @@ FAST = {
         embed,
         qkv,
         attend_fast.attend,
+        linear,
         linear_add,
         gate_up,
         head,
