@@ -2,10 +2,11 @@
 
     python bench/experts.py [--models coder,gpt-oss-120b] [--rows 1,4,8,10,16,2048] [--cuts] [--backend cuda]
 
-A time is per launch: the median over replays of one graph, with dependent launch, that goes over a few layers of true
-shape with random weights, so that nothing stays in L2. Rows are routed each by itself (random) or all alike. Bytes are
-those of the experts that have rows. --cuts tries other ways to deal out a tile (kernels/gpu/experts.py) and ranks them.
-Writes bench/results/experts-CARD.json (into $OUT where that is set). `--backend emulate --models toy --rows 1,3`: a test.
+A time is per launch: the median over replays of one graph, with dependent launch, that goes over a few layers
+of true shape with random weights, so that nothing stays in L2. Rows are routed each by itself (random) or all
+alike. Bytes are those of the experts that have rows. --cuts tries other ways to deal out a tile
+(kernels/gpu/experts.py) and ranks them. Writes bench/results/experts-CARD.json (into $OUT where that is set).
+`--backend emulate --models toy --rows 1,3 --replays 1` shows that it runs.
 """
 
 import argparse
@@ -32,7 +33,7 @@ CHUNK = 32 << 20  # bytes of random weights that are repeated
 
 @dataclass(frozen=True)
 class Model:
-    """Of a layer: width, experts, how many a row uses, their width, type of their weights, biases and activation."""
+    """Of a layer: width; experts, how many a row uses, their width, type, biases and activation."""
 
     width: int
     experts: int
@@ -160,8 +161,8 @@ class Layers(RandomWeights):
     def route(self, i):
         expert, share, first, order = self.routes[i]
         self.ops.route(
-            self.x, self.norm, 1e-6, self.routers[i], self.biases[0], 1, self.pos, self.touched, self.work, self.u,
-            expert, share, first, order,
+            self.x, self.norm, 1e-6, self.routers[i], self.biases[0], 1, self.pos, self.touched, self.work,
+            self.u, expert, share, first, order,
         )  # fmt: skip
 
     def up(self, i):
@@ -260,13 +261,14 @@ def line(r, copy):
         return f"{us:8.1f} us {rate:5.0f} GB/s" + (f" {100 * rate / copy:3.0f} %" if copy else "")
 
     return (
-        f"{r['model']:12} {r['rows']:4} rows {r['routing']:6} {r['touched']:5.1f} experts: route {r['route_us']:6.1f} us, "
-        f"up {of(r['up_us'], r['up_bytes'])}, down {of(r['down_us'], r['down_bytes'])}, "
+        f"{r['model']:12} {r['rows']:4} rows {r['routing']:6} {r['touched']:5.1f} experts: "
+        f"route {r['route_us']:6.1f} us, up {of(r['up_us'], r['up_bytes'])}, "
+        f"down {of(r['down_us'], r['down_bytes'])}, "
         f"layer {of(r['layer_us'], r['up_bytes'] + r['down_bytes'])}"
     )
 
 
-# ---- other cuts ------------------------------------------------------------------------------------------------------
+# ---- other cuts ---------------------------------------------------------------------------------------
 
 
 def candidates(cols, kind, row):
@@ -340,6 +342,17 @@ def try_cuts(layers, rows, replays, is_late):
     return ranking
 
 
+def try_strips(layers, rows, replays):
+    """{tiles of a strip, about: us of up and down}, of a prompt."""
+    layers.prepare(rows, False)
+    own, times = experts.STRIP, {}
+    for strip in (8, 12, own, 32, 48, 10**6):
+        experts.STRIP = strip
+        times[strip] = [layers.time([call], replays) for call in (layers.up, layers.down)]
+    experts.STRIP = own
+    return times
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--models", default="coder,gpt-oss-120b")
@@ -347,7 +360,9 @@ def main():
     parser.add_argument("--routing", default="random,alike")
     parser.add_argument("--backend", default="cuda")
     parser.add_argument("--replays", type=int, default=15)
-    parser.add_argument("--cuts", action="store_true", help="rank other cuts, at 1 and 16 rows")
+    parser.add_argument(
+        "--cuts", action="store_true", help="rank other cuts, at 1 and 16 rows, and strips of a prompt"
+    )
     parser.add_argument("--seconds", type=float, default=120, help="stop trying cuts after this long")
     args = parser.parse_args()
     begin, ops = time.perf_counter(), open_ops(args.backend, "bf16")
@@ -375,6 +390,9 @@ def main():
                 print(f"{name}, {row}: us at 1 and 16 rows")
                 for what, us in list(times.items())[:12]:
                     print("  " + ", ".join(f"{value:8.1f}" for value in us.values()), what, flush=True)
+            if max(rows) > experts.MERGED_ROWS:
+                strips = rankings[name]["strips"] = try_strips(layers, max(rows), args.replays)
+                print(f"{name}: strips of a prompt, us of up and down: {strips}", flush=True)
         del layers
     where = re.sub(r"\W+", "-", card).strip("-").lower()
     out = record.write(

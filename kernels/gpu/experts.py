@@ -1,7 +1,8 @@
-"""Fast variants of a mixture of experts' rows: route, experts_up, experts_down, for decoding and for prompts alike.
+"""Fast variants of the rows of layers with experts, decoding or prompts: route, experts_up, experts_down.
 
-Weights are bf16 in fragment order or MXFP4 (kernels/cuda/mxfp4.cuh), a matrix behind the other; activations bf16. How a
-tile's K is dealt out over warps is a function of K and the type alone (`choose`), never of rows or of who else is there.
+Weights are bf16 in fragment order or MXFP4 (kernels/cuda/mxfp4.cuh), a matrix behind the other. How a tile's
+K is dealt out over warps is a function of K and the type alone (`choose`), never of rows or of who else is
+there.
 """
 
 from dataclasses import dataclass
@@ -15,10 +16,8 @@ from . import COUNTERS, plain
 from .split import CHUNK, SHARED_PER_BLOCK, STATIC
 
 TOKEN_TILES = 1, 2, 4  # groups of 8 rows that kernels are compiled for
-UNIT = {
-    "bf16": (32, 1024, 8),
-    "mxfp4": (64, 544, 5),
-}  # k, bytes, and registers a lane, of experts_units.cuh's unit
+# k, bytes, and registers a lane of experts_units.cuh's unit
+UNIT = {"bf16": (32, 1024, 8), "mxfp4": (64, 544, 5)}
 MOST_WARPS, MOST_AHEAD = 16, 3  # that stream; tiles on their way
 OTHERS = 64  # registers of a lane that do not hold weights under way
 IN_FLIGHT = 50000  # bytes of weights a multiprocessor that should be under way at once
@@ -31,8 +30,8 @@ ROUTE_WARPS, ROUTE_ROWS, ROUTE_BLOCKS = 16, 32, 8  # of a block; of a cluster, a
 
 @dataclass(frozen=True)
 class Cut:
-    """warps: that stream a tile, which alone shows in the bits. units: of a warp in a tile. ahead: tiles on their way to
-    registers. finishers: warps that end tiles. asked: tiles asked for in L2 before the wait."""
+    """warps: that stream a tile, which alone shows in the bits. units: of a warp in a tile. ahead: tiles on
+    their way to registers. finishers: warps that end tiles. asked: tiles asked for in L2 before the wait."""
 
     warps: int
     units: int
@@ -54,7 +53,8 @@ class Cut:
 
 @dataclass(frozen=True)
 class Frame:
-    """What a launch of a cut is compiled for: groups of 8 rows; runs whose tokens, tiles whose sums shared memory holds."""
+    """What a launch of a cut is compiled for: groups of 8 rows; runs whose tokens and tiles whose sums shared
+    memory holds."""
 
     token_tiles: int
     buffers: int
@@ -91,7 +91,8 @@ def registers_of(warps):
 
 @cache
 def frame(cut, cols, kind, experts, rows):
-    """The Frame for so many token rows: of those that shared memory holds, the first that covers them, or the widest."""
+    """The Frame for so many token rows: of those that shared memory holds the first that covers them, or the
+    widest."""
     found = None
     for tiles in TOKEN_TILES:
         for buffers, sets in ((2, 2), (1, 2), (1, 1)):
@@ -107,25 +108,28 @@ def defines_of(cut, kind, frame, act=0):
     """-D of a kernel. Of the cut's and the frame's only STREAM_WARPS shows in the bits."""
     return {
         "TOKEN_TILES": frame.token_tiles, "TOKEN_BUFFERS": frame.buffers, "SUM_SETS": frame.sets,
-        "STREAM_WARPS": cut.warps, "STEP_CHUNKS": cut.units, "STEPS_AHEAD": cut.ahead, "FINISH_WARPS": cut.finishers,
-        "ASKED_TILES": cut.asked, "MXFP4": int(kind == "mxfp4"), "ACT": act,
+        "STREAM_WARPS": cut.warps, "STEP_CHUNKS": cut.units, "STEPS_AHEAD": cut.ahead,
+        "FINISH_WARPS": cut.finishers, "ASKED_TILES": cut.asked, "MXFP4": int(kind == "mxfp4"), "ACT": act,
     }  # fmt: skip
 
 
 def dealt(sms, tiles, experts, rows, used, most_rows):
-    """(tiles of a strip, of a stretch, runs that a block's list can have): experts.cuh's range, span and room.
+    """(tiles of a strip, of a stretch, runs that a block's list can have): range, span, room of experts.cuh.
 
-    Decoding: a stretch a block, span 0. A prompt: strips of about STRIP tiles, a divisor of all, a stretch each.
+    Decoding: a stretch a block, span 0. A prompt: strips of about STRIP tiles, a divisor of all; each is a
+    stretch.
     """
     runs = min(experts, rows * used) + rows * used // most_rows
     if rows <= MERGED_ROWS:
-        return tiles, 0, -(-runs // sms) + 2
-    sizes = [size for size in range(1, tiles + 1) if tiles % size == 0]
-    for strip in sorted(sizes, key=lambda size: abs(size - STRIP)):
-        room = -(-runs * (tiles // strip) // sms)
-        if room <= MOST_LISTED:
-            return strip, strip, room
-    raise ValueError(f"{runs} runs on {sms} multiprocessors: the list of a block holds {MOST_LISTED}")
+        choices = [(tiles, 0, -(-runs // sms) + 2)]
+    else:
+        sizes = [size for size in range(1, tiles + 1) if tiles % size == 0]
+        sizes.sort(key=lambda size: abs(size - STRIP))
+        choices = [(size, size, -(-runs * (tiles // size) // sms)) for size in sizes]
+    for choice in choices:
+        if choice[-1] <= MOST_LISTED:
+            return choice
+    raise ValueError(f"{runs} runs on {sms} multiprocessors: a block's list holds {MOST_LISTED}")
 
 
 def work_size(rows, outputs):
@@ -161,7 +165,7 @@ def pack(backend, parts, role, experts):
 
 
 def _launch(backend, row, w, rows, used, tiles, args, cut=None, act=0):
-    """One product of experts. args: function of what `dealt` gives -> the kernel's. False: K does not suit."""
+    """One product. args: function of what `dealt` gives -> the kernel's. False: K does not suit."""
     experts, _, cols = w.shape
     cut = cut or choose(cols, w.dtype, row)
     if cut is None or experts > MOST_EXPERTS or cols % 8:
@@ -214,7 +218,8 @@ def experts_up(backend, u, w, bias, expert, first, order, act, limit, alpha, wor
 
     def args(how):
         return [
-            w.data, u, bias, expert, first, order, h, limit, alpha, rows * used, used, w.shape[0], ffn, w.cols, *how,
+            w.data, u, bias, expert, first, order, h, limit, alpha, rows * used, used, w.shape[0], ffn,
+            w.cols, *how,
         ]  # fmt: skip
 
     return _launch(backend, "experts_up", w, rows, used, -(-ffn // (TILE // 2)), args, cut, act)
@@ -229,8 +234,8 @@ def experts_down(backend, h, w, bias, expert, share, first, order, tap_row, tap_
 
     def args(how):
         return [
-            w.data, h, bias, expert, share, first, order, tap_row, x, taps, work if is_merged else None, products, rows,
-            used, w.shape[0], w.rows, w.cols, *how, tap_at, tap_cols,
+            w.data, h, bias, expert, share, first, order, tap_row, x, taps, work if is_merged else None,
+            products, rows, used, w.shape[0], w.rows, w.cols, *how, tap_at, tap_cols,
         ]  # fmt: skip
 
     if not _launch(backend, "experts_down", w, rows, used, tiles, args, cut):

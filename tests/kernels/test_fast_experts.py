@@ -1,4 +1,4 @@
-"""The fast kernels of layers with experts: tests of their rows again, and their bits under any cut, order and company.
+"""The fast kernels of layers with experts: tests of their rows again; bits under any cut, order and company.
 
 The tests of experts_up and experts_down run the fast kernels too, wherever activations are bf16.
 """
@@ -23,7 +23,7 @@ from tests.kernels.test_compile import needs_nvrtc
 TYPES = pytest.mark.parametrize("weights", ["bf16", "mxfp4"])
 
 
-# ---- route ---------------------------------------------------------------------------------------------------------
+# ---- route --------------------------------------------------------------------------------------------
 
 
 @on_gpu_backends
@@ -58,6 +58,14 @@ def test_route_of_strange_rows(ops, rng, halves, test):
 
 
 @on_gpu_backends
+def test_of_equal_logits_of_one_lane_the_smaller_id_comes_first(ops, rng):
+    """A lane of choose.cuh looks after every 32nd expert."""
+    case, size = test_route.make(ops, rng, 3, 100, 5, 40, "bf16", bias=False)
+    case["w"].array[...] = 0
+    assert (fast_run(ops, "route", case, **size)["expert"] == np.arange(5)).all()
+
+
+@on_gpu_backends
 def test_route_has_its_eps(ops, rng):
     case, size = test_route.make(ops, rng, 3, 9, 2, 40, "bf16")
     case["x"] = stored(1e-3 * real(case["x"]), "bf16")
@@ -71,7 +79,7 @@ def test_a_routed_rows_bits_are_its_own(ops, rng, T, E, U, D):
     assert ops.backend.variants["route"] == "fast"
 
 
-# ---- the experts' products -----------------------------------------------------------------------------------------
+# ---- the experts' products ----------------------------------------------------------------------------
 
 
 def up_case(ops, rng, T, E, U, D, F, weights, idle=()):
@@ -228,7 +236,7 @@ def test_the_plain_kernel_reads_packed_weights(
     assert_same_bits(run(ops, name, case, **known)[what], packed, what)
 
 
-# ---- dependent launch ----------------------------------------------------------------------------------------------
+# ---- dependent launch ---------------------------------------------------------------------------------
 
 
 @on_gpu_backends
@@ -278,7 +286,7 @@ def test_dependent_launches_read_nothing_too_early(ops, rng, weights, T, monkeyp
         assert_same_bits(got, wanted, "dependent")
 
 
-# ---- what is compiled ----------------------------------------------------------------------------------------------
+# ---- what is compiled ---------------------------------------------------------------------------------
 
 GPT_OSS = {"experts_up": (2880, "mxfp4", 128, CLAMPED), "experts_down": (2880, "mxfp4", 128, 0)}
 TRUE = {  # K, type, experts and activation of models.md 3 to 5
