@@ -2,10 +2,11 @@
 
     python bench/experts.py [--models coder,gpt-oss-120b] [--rows 1,4,8,10,16,2048] [--cuts] [--backend cuda]
 
-A time is per launch: the median over replays of one graph, with dependent launch, that goes over a few layers of true
-shape with random weights, so that nothing stays in L2. Rows are routed each by itself (random) or all alike. Bytes are
-those of the experts that have rows. --cuts tries other ways to deal out a tile (kernels/gpu/experts.py) and ranks them.
-Writes bench/results/experts-CARD.json (into $OUT where that is set). `--backend emulate --models toy --rows 1,3`: a test.
+A time is per launch: the median over replays of one graph, with dependent launch, that goes over a few layers
+of true shape with random weights, so that nothing stays in L2. Rows are routed each by itself (random) or all
+alike. Bytes are those of the experts that have rows. --cuts tries other ways to deal out a tile
+(kernels/gpu/experts.py) and ranks them. Writes bench/results/experts-CARD.json (into $OUT where that is set).
+`--backend emulate --models toy --rows 1,3 --replays 1` shows that it runs.
 """
 
 import argparse
@@ -32,7 +33,7 @@ CHUNK = 32 << 20  # bytes of random weights that are repeated
 
 @dataclass(frozen=True)
 class Model:
-    """Of a layer: width, experts, how many a row uses, their width, type of their weights, biases and activation."""
+    """Of a layer: width; experts, how many a row uses, their width, type, biases and activation."""
 
     width: int
     experts: int
@@ -54,13 +55,62 @@ MODELS = {
 }
 
 
-class Layers:
+class RandomWeights:
+    """Packed weights of random numbers, made on the device: the bytes of one chunk, again and again."""
+
+    def __init__(self, ops, rng):
+        self.ops, self.rng, self.backend, self.chunks = ops, rng, ops.backend, {}
+
+    def experts(self, kind, shape, is_paired):
+        """A Weight (E, rows, cols) in fragment order."""
+        count, rows, _ = shape
+        tiles = count, -(-rows // 16)
+        return self.weight(kind, tiles, shape, "packed pairs" if is_paired else "packed")
+
+    def chunk(self, kind):
+        """Random bytes of packed weights, on the device: numbers of about 0.02."""
+        if kind == "bf16":
+            values = (self.rng.integers(0, 2**16, CHUNK // 2, np.uint16) & 0x80FF) | 0x3C00
+        else:
+            size = experts.UNIT["mxfp4"][1]
+            values = self.rng.integers(0, 256, (CHUNK // size, size), np.uint8)
+            values[:, 512:] = values[:, 512:] % 3 + 118
+            values = values.reshape(-1)
+        device = self.backend.empty(values.shape, values.dtype)
+        self.backend.upload(device, values)
+        return device
+
+    def weight(self, kind, tiles, shape, layout):
+        """A packed Weight whose bytes are the chunk, again and again."""
+        width, size, _ = experts.UNIT[kind]
+        if kind not in self.chunks:
+            self.chunks[kind] = self.chunk(kind)
+        source = self.chunks[kind]
+        units = -(-shape[-1] // width)
+        count = int(np.prod(tiles)) * units * size // source.dtype.itemsize
+        data = self.backend.empty((count,), source.dtype)
+        for first in range(0, count, len(source)):
+            self.copy(data[first : first + len(source)], source[: min(len(source), count - first)])
+        return Weight(shape, kind, layout, (data.reshape(*tiles, -1),))
+
+    def copy(self, to, source):
+        if isinstance(to, np.ndarray):
+            to[...] = source
+            return
+        device = self.backend.device
+        device.enter()
+        device.do(
+            device.driver.cuMemcpyDtoDAsync(to.data.ptr, source.data.ptr, source.nbytes, device.driver_stream)
+        )
+
+
+class Layers(RandomWeights):
     """Random weights and buffers of a few layers, and programs over them."""
 
     def __init__(self, ops, model, rng):
-        self.ops, self.model, self.rng, self.backend = ops, model, rng, ops.backend
-        m, n = model, model.layers
-        self.chunks = {kind: self.chunk(kind) for kind in {"bf16", m.kind}}
+        super().__init__(ops, rng)
+        self.model = m = model
+        n = m.layers
         self.routers = [
             self.weight("bf16", (-(-m.experts // 16),), (m.experts, m.width), "packed") for _ in range(n)
         ]
@@ -80,40 +130,6 @@ class Layers:
         buffer = self.ops.array(values.shape, kinds[str(values.dtype)])
         self.ops.upload(buffer, values)
         return buffer
-
-    def chunk(self, kind):
-        """Random bytes of packed weights, on the device: numbers of about 0.02."""
-        if kind == "bf16":
-            values = (self.rng.integers(0, 2**16, CHUNK // 2, np.uint16) & 0x80FF) | 0x3C00
-        else:
-            size = experts.UNIT["mxfp4"][1]
-            values = self.rng.integers(0, 256, (CHUNK // size, size), np.uint8)
-            values[:, 512:] = values[:, 512:] % 3 + 118
-            values = values.reshape(-1)
-        device = self.backend.empty(values.shape, values.dtype)
-        self.backend.upload(device, values)
-        return device
-
-    def weight(self, kind, tiles, shape, layout):
-        """A packed Weight whose bytes are the chunk, again and again."""
-        width, size, _ = experts.UNIT[kind]
-        source = self.chunks[kind]
-        units = -(-shape[-1] // width)
-        count = int(np.prod(tiles)) * units * size // source.dtype.itemsize
-        data = self.backend.empty((count,), source.dtype)
-        for first in range(0, count, len(source)):
-            self.copy(data[first : first + len(source)], source[: min(len(source), count - first)])
-        return Weight(shape, kind, layout, (data.reshape(*tiles, -1),))
-
-    def copy(self, to, source):
-        if isinstance(to, np.ndarray):
-            to[...] = source
-            return
-        device = self.backend.device
-        device.enter()
-        device.do(
-            device.driver.cuMemcpyDtoDAsync(to.data.ptr, source.data.ptr, source.nbytes, device.driver_stream)
-        )
 
     def prepare(self, rows, is_alike):
         """Buffers for so many rows; what each layer's route says of them."""
@@ -145,8 +161,8 @@ class Layers:
     def route(self, i):
         expert, share, first, order = self.routes[i]
         self.ops.route(
-            self.x, self.norm, 1e-6, self.routers[i], self.biases[0], 1, self.pos, self.touched, self.work, self.u,
-            expert, share, first, order,
+            self.x, self.norm, 1e-6, self.routers[i], self.biases[0], 1, self.pos, self.touched, self.work,
+            self.u, expert, share, first, order,
         )  # fmt: skip
 
     def up(self, i):
@@ -245,13 +261,14 @@ def line(r, copy):
         return f"{us:8.1f} us {rate:5.0f} GB/s" + (f" {100 * rate / copy:3.0f} %" if copy else "")
 
     return (
-        f"{r['model']:12} {r['rows']:4} rows {r['routing']:6} {r['touched']:5.1f} experts: route {r['route_us']:6.1f} us, "
-        f"up {of(r['up_us'], r['up_bytes'])}, down {of(r['down_us'], r['down_bytes'])}, "
+        f"{r['model']:12} {r['rows']:4} rows {r['routing']:6} {r['touched']:5.1f} experts: "
+        f"route {r['route_us']:6.1f} us, up {of(r['up_us'], r['up_bytes'])}, "
+        f"down {of(r['down_us'], r['down_bytes'])}, "
         f"layer {of(r['layer_us'], r['up_bytes'] + r['down_bytes'])}"
     )
 
 
-# ---- other cuts ------------------------------------------------------------------------------------------------------
+# ---- other cuts ---------------------------------------------------------------------------------------
 
 
 def candidates(cols, kind, row):
@@ -277,12 +294,12 @@ def words(cut):
 
 
 def compile_all(device, tasks):
-    """Compile what tasks (row, cols, kind, experts, cut, rows) need, side by side, into the cache."""
+    """Compile what tasks (row, cols, kind, experts, cut, rows, act) need, side by side, into the cache."""
 
     def one(task):
-        row, cols, kind, count, cut, rows = task
+        row, cols, kind, count, cut, rows, act = task
         frame = experts.frame(cut, cols, kind, count, rows)
-        defines = {name: str(value) for name, value in experts.defines_of(cut, kind, frame).items()}
+        defines = {name: str(value) for name, value in experts.defines_of(cut, kind, frame, act).items()}
         compiler.compile_cubin(f"{row}_fast.cu", device.arch, defines)
 
     with ThreadPoolExecutor(12) as pool:
@@ -299,11 +316,13 @@ def use(key, cut):
 def try_cuts(layers, rows, replays, is_late):
     """{row: {cut in words: {rows: us}}}, best first by the sum; those that spill are left out."""
     m, ranking = layers.model, {}
-    for row, cols, call in (("experts_up", m.width, layers.up), ("experts_down", m.ffn, layers.down)):
+    for row, cols, call, act in (
+        ("experts_up", m.width, layers.up, m.act[0]), ("experts_down", m.ffn, layers.down, 0)
+    ):  # fmt: skip
         key, times = (cols, m.kind, row), {}
         cuts = candidates(*key)
         compile_all(
-            layers.backend.device, [(row, cols, m.kind, m.experts, cut, n) for cut in cuts for n in rows]
+            layers.backend.device, [(row, cols, m.kind, m.experts, cut, n, act) for cut in cuts for n in rows]
         )
         for n in rows:
             layers.prepare(n, False)
@@ -312,7 +331,7 @@ def try_cuts(layers, rows, replays, is_late):
                 if is_late():
                     break
                 shape = experts.frame(cut, cols, m.kind, m.experts, n)
-                defines = experts.defines_of(cut, m.kind, shape)
+                defines = experts.defines_of(cut, m.kind, shape, act)
                 if layers.backend.device.function(f"{row}_fast.cu", f"{row}_fast", defines).local_bytes:
                     continue
                 use(key, cut)
@@ -323,6 +342,17 @@ def try_cuts(layers, rows, replays, is_late):
     return ranking
 
 
+def try_strips(layers, rows, replays):
+    """{tiles of a strip, about: us of up and down}, of a prompt."""
+    layers.prepare(rows, False)
+    own, times = experts.STRIP, {}
+    for strip in (8, 12, own, 32, 48, 10**6):
+        experts.STRIP = strip
+        times[strip] = [layers.time([call], replays) for call in (layers.up, layers.down)]
+    experts.STRIP = own
+    return times
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--models", default="coder,gpt-oss-120b")
@@ -330,7 +360,9 @@ def main():
     parser.add_argument("--routing", default="random,alike")
     parser.add_argument("--backend", default="cuda")
     parser.add_argument("--replays", type=int, default=15)
-    parser.add_argument("--cuts", action="store_true", help="rank other cuts, at 1 and 16 rows")
+    parser.add_argument(
+        "--cuts", action="store_true", help="rank other cuts, at 1 and 16 rows, and strips of a prompt"
+    )
     parser.add_argument("--seconds", type=float, default=120, help="stop trying cuts after this long")
     args = parser.parse_args()
     begin, ops = time.perf_counter(), open_ops(args.backend, "bf16")
@@ -344,8 +376,8 @@ def main():
         if args.backend == "cuda":
             compile_all(
                 ops.backend.device,
-                [(row, cols, m.kind, m.experts, experts.choose(cols, m.kind, row), n) for n in rows
-                 for row, cols in (("experts_up", m.width), ("experts_down", m.ffn))],
+                [(row, cols, m.kind, m.experts, experts.choose(cols, m.kind, row), n, act) for n in rows
+                 for row, cols, act in (("experts_up", m.width, m.act[0]), ("experts_down", m.ffn, 0))],
             )  # fmt: skip
         for n, routing in product(rows, args.routing.split(",")):
             results.append(measure(layers, name, n, routing, args.replays, copy))
@@ -358,6 +390,9 @@ def main():
                 print(f"{name}, {row}: us at 1 and 16 rows")
                 for what, us in list(times.items())[:12]:
                     print("  " + ", ".join(f"{value:8.1f}" for value in us.values()), what, flush=True)
+            if max(rows) > experts.MERGED_ROWS:
+                strips = rankings[name]["strips"] = try_strips(layers, max(rows), args.replays)
+                print(f"{name}: strips of a prompt, us of up and down: {strips}", flush=True)
         del layers
     where = re.sub(r"\W+", "-", card).strip("-").lower()
     out = record.write(

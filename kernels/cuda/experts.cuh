@@ -26,14 +26,16 @@ constexpr int ORDER_ROOM = 512;  // pairs whose order is brought to shared memor
 /* Where things lie in dynamic shared memory. */
 struct Places {
     float2* sums;  // [SUM_SETS][WARPS][UNITS][32]
-    int4* entries;
+    Entry* entries;
+    Run* list;
     int* order;
     unsigned char* tokens;  // [TOKEN_BUFFERS][chunks][TOKEN_TILES][32 lanes][16 bytes]
 
-    __device__ __forceinline__ Places(unsigned char* dynamic, int experts)
+    __device__ __forceinline__ Places(unsigned char* dynamic, const Shape& shape)
         : sums((float2*)dynamic),
-          entries((int4*)(sums + SUM_SETS * WARPS * UNITS * 32)),
-          order((int*)(entries + experts)),
+          entries((Entry*)(sums + SUM_SETS * WARPS * UNITS * 32)),
+          list((Run*)(entries + shape.experts)),
+          order((int*)(list + shape.room)),
           tokens((unsigned char*)(order + ORDER_ROOM)) {}
 };
 
@@ -43,31 +45,26 @@ struct Tokens {
     int per;
 };
 
-/* This lane's pieces of this warp's units of a run's tokens: nobody else reads them. One group of copies. */
+/* This lane's pieces of this warp's units of a run's tokens: nobody else reads them. One group of copies.
+ * cols is a multiple of 8. What it needs is made here, not kept through the stream. */
 __device__ __forceinline__ void bring_run(const Run& run, const Tokens& from, const int* order, int cols,
                                           unsigned char* tokens) {
-    const int lane = lane_index(), own = own_units(cols);
-    const bool is_aligned = cols % 8 == 0;
-#pragma unroll
-    for (int n = 0; n < TOKEN_TILES; ++n) {
-        if (n > 0 && 8 * n >= run.count) break;
-        const int row = 8 * n + lane / 4;
+    const int thread = opaque(threadIdx.x), lane = thread % 32, warp = thread / 32;
+#pragma unroll(1)
+    for (int row = lane / 4; row - lane / 4 < run.count; row += 8) {
         const bool is_row = row < run.count;
-        const bf16* token = from.rows + (is_row ? (size_t)(order[run.begin + row] / from.per) * cols : 0);
-        unsigned char* to = tokens + warp_index() * UNIT_CHUNKS * TOKEN_CHUNK + 512 * n + 16 * lane;
-        int k = UNIT_K * warp_index() + 8 * (lane % 4);
-        for (int u = 0; u < own; ++u) {
+        const bf16* token = from.rows;
+        if (is_row) token += (size_t)(order[run.begin + row] / from.per) * cols;
+        unsigned char* to = tokens + warp * UNIT_CHUNKS * TOKEN_CHUNK + row / 8 * 512 + 16 * lane;
+#pragma unroll(1)
+        for (int k = UNIT_K * warp + 8 * (lane % 4); k - 8 * (lane % 4) < cols; k += WARPS * UNIT_K) {
 #pragma unroll
             for (int c = 0; c < UNIT_CHUNKS; ++c) {
-                const int at = k + 32 * c;
-                const bool is_there = is_row && at < cols;
-                if (is_aligned)
-                    cp_async_16_or_zero(to + c * TOKEN_CHUNK, is_there ? token + at : from.rows, is_there);
-                else
-                    *(uint4*)(to + c * TOKEN_CHUNK) =
-                        load_piece(is_there ? token + at : from.rows, is_there ? cols - at : 0);
+                const bool is_there = is_row && k + 32 * c < cols;
+                cp_async_16_or_zero(to + c * TOKEN_CHUNK, is_there ? token + k + 32 * c : from.rows,
+                                    is_there);
             }
-            to += WARPS * UNIT_CHUNKS * TOKEN_CHUNK, k += WARPS * UNIT_K;
+            to += WARPS * UNIT_CHUNKS * TOKEN_CHUNK;
         }
     }
     cp_async_commit();
@@ -93,69 +90,80 @@ __device__ __forceinline__ void give_sums(float (&acc)[TOKEN_TILES][4], int ordi
     mbarrier_arrive(&barriers.full[ordinal % FULL_BARRIERS]);
 }
 
-/* Where the weights of a cursor's piece begin, for this lane. */
-__device__ __forceinline__ const char* weights_at(const u8* w, const Walk& walk, const Run& run, int cols) {
-    const size_t tile = (size_t)run.expert * walk.tiles + run.tile;
-    return (const char*)w + tile * units_of(cols) * UNIT_SIZE + warp_index() * UNIT_SIZE + 16 * lane_index();
-}
-
-/* The weights that are asked for next. */
+/* The weights that are asked for next: of `left` tiles of run `run` of the list. */
 struct Ahead {
-    Cursor cursor;
+    int run, left;
     const char* at;
 
-    __device__ __forceinline__ void find(const Walk& walk, const u8* w, int cols) {
-        if (cursor.is_there()) at = weights_at(w, walk, cursor.run(walk), cols);
+    __device__ __forceinline__ void find(const Plan& plan, const u8* w, int cols) {
+        left = 0;
+        if (run >= plan.listed) return;
+        left = plan.list[run].tiles;
+        at = (const char*)w + (size_t)plan.list[run].tile * units_of(cols) * UNIT_SIZE +
+             warp_index() * UNIT_SIZE + 16 * lane_index();
     }
 
-    __device__ __forceinline__ void advance(const Walk& walk, const u8* w, int cols) {
+    __device__ __forceinline__ void advance(const Plan& plan, const u8* w, int cols) {
         at += (size_t)units_of(cols) * UNIT_SIZE;
-        if (cursor.advance(walk)) find(walk, w, cols);
+        if (--left > 0) return;
+        ++run;
+        find(plan, w, cols);
     }
 };
 
 /* The next tiles to L2, so that memory has something to do until this block's tokens are there. */
-__device__ __forceinline__ void ask_tiles(const Walk& walk, Ahead ahead, const u8* w, int cols) {
+__device__ __forceinline__ void ask_tiles(const Plan& plan, Ahead ahead, const u8* w, int cols) {
 #pragma unroll(1)
-    for (int i = 0; i < ASKED_TILES && ahead.cursor.is_there(); ++i) {
+    for (int i = 0; i < ASKED_TILES && ahead.left > 0; ++i) {
         for (int u = 0; u < own_units(cols); ++u)
             if (const int lane = lane_index(); lane < (UNIT_SIZE + 127) / 128)  // a line each
                 prefetch_l2(ahead.at + u * WARPS * UNIT_SIZE + (128 - 16) * lane);
-        ahead.advance(walk, w, cols);
+        ahead.advance(plan, w, cols);
     }
 }
 
 /* What streaming warps know all along. */
 struct Stream {
-    const Walk& walk;
+    const Plan& plan;
     const u8* w;
     const Tokens& from;
     const int* order;
     int cols;
     const Places& places;
     Barriers& barriers;
-    Ahead& next;
-    Cursor here;
-    int ordinal, count, buffer;
-    bool is_new;
+    Ahead next;
+    int run, left, count;  // of the list, tiles of it that are left, its pairs
+    int buffer, ordinal;
     float acc[TOKEN_TILES][4];
 
-    __device__ __forceinline__ void bring(const Cursor& cursor, int to) const {
-        bring_run(cursor.run(walk), from, order, cols, places.tokens + to * buffer_bytes(cols));
+    /* Weights are asked for before the tokens are there. */
+    __device__ __forceinline__ void begin(Units (&a)[AHEAD]) {
+        next.run = 0;
+        next.find(plan, w, cols);
+#pragma unroll
+        for (int s = 0; s < AHEAD; ++s)
+            if (next.left > 0) {
+#pragma unroll
+                for (int u = 0; u < CHUNKS; ++u)
+                    if (u < own_units(cols)) a[s].load(u, next.at);
+                next.advance(plan, w, cols);
+            }
+    }
+
+    __device__ __forceinline__ void bring(int which, int to) const {
+        bring_run(plan.list[which], from, order, cols, places.tokens + to * buffer_bytes(cols));
     }
 
     /* A run begins: its tokens are there, the next run's are asked for. */
     __device__ __forceinline__ void enter() {
-        count = here.run(walk).count;
+        left = plan.list[run].tiles, count = plan.list[run].count;
         if (TOKEN_BUFFERS == 1) {
-            bring(here, 0);
+            bring(run, 0);
             cp_async_wait<0>();
             return;
         }
-        Cursor after = here;
-        after.skip(walk);
-        if (after.is_there())
-            bring(after, buffer ^ 1);
+        if (run + 1 < plan.listed)
+            bring(run + 1, buffer ^ 1);
         else
             cp_async_commit();
         cp_async_wait<1>();
@@ -164,52 +172,55 @@ struct Stream {
     /* A piece, whose weights are in slot S, and those behind it as far as there are slots. False: no more. */
     template <int S>
     __device__ __forceinline__ bool step(Units (&a)[AHEAD]) {
-        if (!here.is_there()) return false;
-        if (is_new) enter();
+        if (left == 0) {
+            if (run == plan.listed) return false;
+            enter();
+        }
         const unsigned char* tokens = places.tokens + buffer * buffer_bytes(cols) +
                                       warp_index() * UNIT_CHUNKS * TOKEN_CHUNK + 16 * lane_index();
-        const bool is_asked = next.cursor.is_there();
+        const bool is_asked = next.left > 0;
 #pragma unroll
         for (int u = 0; u < CHUNKS; ++u)
             if (u < own_units(cols)) {
                 multiply(acc, a[S], u, tokens + u * WARPS * UNIT_CHUNKS * TOKEN_CHUNK, count);
                 if (is_asked) a[S].load(u, next.at);
             }
-        if (is_asked) next.advance(walk, w, cols);
+        if (is_asked) next.advance(plan, w, cols);
         give_sums(acc, ordinal++, count, places.sums, barriers);
-        is_new = here.advance(walk);
-        if (is_new && TOKEN_BUFFERS == 2) buffer ^= 1;
+        if (--left == 0) {
+            ++run;
+            if (TOKEN_BUFFERS == 2) buffer ^= 1;
+        }
         if constexpr (S + 1 < AHEAD)
             return step<S + 1>(a);
         else
             return true;
     }
 
+    /* All pieces of the list, after `begin`. */
     __device__ __forceinline__ void all(Units (&a)[AHEAD]) {
-        here.start(walk);
-        if (TOKEN_BUFFERS == 2 && here.is_there()) bring(here, 0);
+        run = left = 0;
+        if (TOKEN_BUFFERS == 2 && plan.listed > 0) bring(0, buffer);
         while (step<0>(a)) {
         }
     }
 };
 
-/* sink.prepare(run, tile) may ask for what the end of a tile needs; sink(run, tile, v) gets each tile once,
- * by one finishing warp: v as in skinny.cuh, of the pairs that the run has. */
+/* sink.prepare(run, expert, tile) may ask for what the end of a tile needs; sink(run, tile, v) gets each tile
+ * once, by one finishing warp: v as in skinny.cuh, of the pairs that the run has. */
 template <class Sink>
-__device__ __forceinline__ void end_tiles(const Walk& walk, const Places& places, Barriers& barriers,
-                                          Sink& sink) {
+__device__ __forceinline__ void end_tiles(const Plan& plan, const Shape& shape, const Places& places,
+                                          Barriers& barriers, Sink& sink) {
     int ordinal = warp_index() - WARPS;
-    Cursor here;
-    here.start(walk);
-    for (int i = 0; i < ordinal && here.is_there(); ++i) here.advance(walk);
-    bool is_new = true;
-    Run run{};
-    while (here.is_there()) {
-        if (is_new) run = here.run(walk);
-        const int set = ordinal % SUM_SETS, tile = run.tile + here.piece - run.piece;
+    for (int which = 0, at = ordinal; which < plan.listed; at += FINISHERS) {  // tile `at` of run `which`
+        while (which < plan.listed && at >= plan.list[which].tiles) at -= plan.list[which++].tiles;
+        if (which == plan.listed) return;
+        const Run run = plan.list[which];
+        const int expert = run.tile / shape.tiles, tile = run.tile - expert * shape.tiles + at;
+        const int set = ordinal % SUM_SETS;
         const float2* sums = places.sums + set * WARPS * UNITS * 32 + lane_index();
         float2 v[UNITS];
-        sink.prepare(run, tile);
+        sink.prepare(run, expert, tile);
         mbarrier_wait(&barriers.full[ordinal % FULL_BARRIERS], ordinal / FULL_BARRIERS & 1);
 #pragma unroll
         for (int n = 0; n < TOKEN_TILES; ++n) {
@@ -225,15 +236,9 @@ __device__ __forceinline__ void end_tiles(const Walk& walk, const Places& places
         }
         mbarrier_arrive(&barriers.empty[set]);
         sink(run, tile, v);
-        ordinal += FINISHERS, is_new = false;
-        for (int i = 0; i < FINISHERS && here.is_there(); ++i) is_new |= here.advance(walk);
+        ordinal += FINISHERS;
     }
 }
-
-/* What a launch is told of its matrices and how pieces are dealt out. */
-struct Shape {
-    int experts, tiles, cols, pairs, range, span;
-};
 
 /* The whole of it. KNOWS: the groups were complete before the kernel ahead began, which waited for them, so
  * weights are asked for before this one's wait. */
@@ -242,46 +247,37 @@ __device__ __forceinline__ void experts(const Shape& shape, const u8* w, const T
                                         const int* order, Sink& sink) {
     extern __shared__ __align__(128) unsigned char dynamic[];
     __shared__ Barriers barriers;
-    __shared__ int2 totals;
-    const Places places(dynamic, shape.experts);
+    __shared__ Plan plan;
+    const Places places(dynamic, shape);
     const bool is_streaming = warp_index() < WARPS, is_small = shape.pairs <= ORDER_ROOM;
-    if (threadIdx.x == 0) barriers.init(Task{});
+    if (threadIdx.x == 32) barriers.init(Task{});
     if (!KNOWS) {
         griddep_wait();
         griddep_launch();
     }
-    if (warp_index() == 0)
-        make_plan(first, shape.experts, places.entries, totals);
-    else if (is_small)
+    if (warp_index() == 0) {
+        plan.open(first, shape, places.entries);
+        plan.make_list(shape, places.entries, places.list);
+    } else if (is_small) {
         for (int r = threadIdx.x - 32; r < shape.pairs; r += THREADS - 32)
             places.order[r] = __ldcg(order + r);
+    }
     __syncthreads();
-    const Walk walk(shape.tiles, shape.range, shape.span, places.entries, totals);
-    sink.order = is_small ? places.order : order, sink.runs = totals.y;
+    sink.order = is_small ? places.order : order, sink.runs = plan.runs;
     Units a[AHEAD];
-    Ahead next;
+    Stream stream{plan, w, from, sink.order, shape.cols, places, barriers, {}, 0, 0, 0, 0, 0, {}};
     if (is_streaming) {
-        next.cursor.start(walk);
-        next.find(walk, w, shape.cols);
-#pragma unroll
-        for (int s = 0; s < AHEAD; ++s)
-            if (next.cursor.is_there()) {
-#pragma unroll
-                for (int u = 0; u < CHUNKS; ++u)
-                    if (u < own_units(shape.cols)) a[s].load(u, next.at);
-                next.advance(walk, w, shape.cols);
-            }
-        if (KNOWS) ask_tiles(walk, next, w, shape.cols);
+        stream.begin(a);
+        if (KNOWS) ask_tiles(plan, stream.next, w, shape.cols);
     }
     if (KNOWS) {
         griddep_wait();
         griddep_launch();
     }
     if (is_streaming) {
-        Stream stream{walk,     w,    from, sink.order, shape.cols, places, barriers, next, {}, 0, 0, 0, true, {}};
         stream.all(a);
     } else {
         sink.begin();
-        end_tiles(walk, places, barriers, sink);
+        end_tiles(plan, shape, places, barriers, sink);
     }
 }

@@ -1,121 +1,97 @@
-/* Which pieces of the experts' products a block takes (experts.cuh): experts that have pairs, runs, a walk.
- */
+/* Which pieces of the experts' products a block takes (experts.cuh): the experts that have pairs, then a list
+ * of runs, both made by one warp. */
 #pragma once
 #include "skinny_task.cuh"
 
-/* Pieces `piece` .. `end` - 1 are tiles from `tile` on of one expert, for `count` pairs of it: order[begin
- * ..]. */
+/* Tiles tile .. tile + tiles - 1, of all experts' in a row, for the pairs order[begin .. begin + count - 1].
+ */
 struct Run {
-    int expert, begin, count, tile, piece, end;
+    int tile, tiles, begin, count;
 };
 
-/* By one warp: an entry (expert, runs before it, its first place in order, pairs) for each expert that has
- * pairs; totals: how many of them, and runs. */
-__device__ __forceinline__ void make_plan(const int* first, int experts, int4* entries,
-                                          int2& totals) {
-    const int lane = lane_index(), each = (experts + 31) / 32;
-    const int begin = min(experts, lane * each), end = min(experts, begin + each);
-    u32 mine = 0;  // experts; runs from bit 16 on
-    int at = __ldcg(first + begin);
+/* What a launch is told of its matrices and how pieces are dealt out. room: runs that a list can have. span:
+ * 0, or tiles of a stretch, as many as of a range, which divide the tiles. */
+struct Shape {
+    int experts, tiles, cols, pairs, range, span, room;
+};
+
+/* Expert, runs of those before it, its first place in order, its pairs. */
+struct Entry {
+    int expert, runs, begin, pairs;
+};
+
+__device__ __forceinline__ int runs_of(int pairs) { return (pairs + MOST_ROWS - 1) / MOST_ROWS; }
+
+struct Plan {
+    Run* list;
+    int active, runs;  // experts that have pairs; runs of all of them
+    int listed;        // runs of the list
+
+    /* Entries of the experts that have pairs. */
+    __device__ __forceinline__ void open(const int* first, const Shape& shape, Entry* entries) {
+        const int lane = lane_index(), each = (shape.experts + 31) / 32;
+        const int from = min(shape.experts, lane * each), to = min(shape.experts, from + each);
+        u32 mine = 0;  // experts; runs from bit 16 on
+        const int begin = __ldcg(first + from);
+        int at = begin;
 #pragma unroll 4
-    for (int e = begin, last = at; e < end; ++e) {
-        const int next = __ldcg(first + e + 1), count = next - last;
-        if (count > 0) mine += 1 + ((count + MOST_ROWS - 1) / MOST_ROWS << 16);
-        last = next;
-    }
-    u32 upto = mine;
+        for (int e = from; e < to; ++e) {
+            const int next = __ldcg(first + e + 1);
+            if (next > at) mine += 1 + (runs_of(next - at) << 16);
+            at = next;
+        }
+        u32 upto = mine;
 #pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        const u32 other = __shfl_up_sync(FULL_WARP, upto, step);
-        if (lane >= step) upto += other;
-    }
-    int entry = (upto - mine) & 0xffff, runs = (upto - mine) >> 16;
+        for (int step = 1; step < 32; step *= 2) {
+            const u32 other = __shfl_up_sync(FULL_WARP, upto, step);
+            if (lane >= step) upto += other;
+        }
+        Entry* entry = entries + ((upto - mine) & 0xffff);
+        int sum = (upto - mine) >> 16;
+        at = begin;
 #pragma unroll 4
-    for (int e = begin; e < end; ++e) {
-        const int next = __ldcg(first + e + 1), count = next - at;
-        if (count > 0) {
-            entries[entry++] = make_int4(e, runs, at, count);
-            runs += (count + MOST_ROWS - 1) / MOST_ROWS;
+        for (int e = from; e < to; ++e) {
+            const int next = __ldcg(first + e + 1);
+            if (next > at) {
+                *entry++ = Entry{e, sum, at, next - at};
+                sum += runs_of(next - at);
+            }
+            at = next;
         }
-        at = next;
-    }
-    if (lane == 31) totals = make_int2(upto & 0xffff, upto >> 16);
-}
-
-/* All pieces, and this block's share of them: stretches of `length`, `step` apart. */
-struct Walk {
-    const int4* entries;
-    int active, tiles, range, total, first, length, step;
-
-    __device__ __forceinline__ Walk(int tiles_, int range_, int span, const int4* entries_, int2 totals)
-        : entries(entries_), active(totals.x), tiles(tiles_), range(range_), total(tiles_ * totals.y) {
-        const int block = blockIdx.x, blocks = gridDim.x;
-        first = span ? block * span : (int)((i64)total * block / blocks);
-        length = span ? span : (int)((i64)total * (block + 1) / blocks) - first;
-        step = span ? blocks * span : total;
+        if (lane == 31) active = upto & 0xffff, runs = upto >> 16;
+        __syncwarp();
     }
 
-    __device__ __forceinline__ Run find(int piece) const {
-        const int before = piece / tiles;
-        int low = 0, high = active - 1;  // the last entry that begins no later
-        while (low < high) {
-            const int middle = (low + high + 1) / 2;
-            if (entries[middle].y <= before)
-                low = middle;
-            else
-                high = middle - 1;
+    /* The run that a piece belongs to, from there on. By a warp. */
+    __device__ __forceinline__ Run find(const Shape& shape, const Entry* entries, int at) const {
+        const int before_it = at / shape.tiles;
+        int which = -1;
+        for (int i = lane_index(); i - lane_index() < active; i += 32)
+            which += __popc(__ballot_sync(FULL_WARP, i < active && entries[i].runs <= before_it));
+        const Entry entry = entries[which];
+        const int runs_here = runs_of(entry.pairs);
+        int strip = 0, size = shape.tiles, tile = at - shape.tiles * entry.runs, run = 0;
+        if (shape.range < shape.tiles) {
+            strip = tile / (shape.range * runs_here), tile -= strip * shape.range * runs_here;
+            size = min(shape.range, shape.tiles - strip * shape.range);
         }
-        const int4 entry = entries[low];
-        const int runs = (entry.w + MOST_ROWS - 1) / MOST_ROWS;
-        int strip = 0, size = tiles, tile = piece - tiles * entry.y, run = 0;
-        if (range < tiles) {
-            strip = tile / (range * runs), tile -= strip * range * runs;
-            size = min(range, tiles - strip * range);
+        if (runs_here > 1) run = tile / size, tile -= run * size;
+        return Run{entry.expert * shape.tiles + strip * shape.range + tile, size - tile,
+                   entry.begin + run * MOST_ROWS, min(MOST_ROWS, entry.pairs - run * MOST_ROWS)};
+    }
+
+    /* This block's runs. By the same warp. */
+    __device__ __forceinline__ void make_list(const Shape& shape, const Entry* entries, Run* list_) {
+        const i64 total = (i64)shape.tiles * runs;
+        int at = shape.span ? blockIdx.x * shape.span : total * blockIdx.x / gridDim.x, count = 0;
+        int end = shape.span ? at + shape.span : total * (blockIdx.x + 1) / gridDim.x;
+        while (at < min(end, (int)total)) {
+            Run run = find(shape, entries, at);
+            run.tiles = min(run.tiles, end - at), at += run.tiles;
+            if (lane_index() == 0) list_[count] = run;
+            ++count;
+            if (shape.span && at == end) at += (gridDim.x - 1) * shape.span, end = at + shape.span;
         }
-        if (runs > 1) run = tile / size, tile -= run * size;
-        return Run{entry.x,
-                   entry.z + run * MOST_ROWS,
-                   min(MOST_ROWS, entry.w - run * MOST_ROWS),
-                   strip * range + tile,
-                   piece,
-                   piece + size - tile};
-    }
-};
-
-/* A place on a walk. */
-struct Cursor {
-    int piece, end, stretch;  // of the run or the stretch, whichever ends first; where the stretch begins
-
-    __device__ __forceinline__ bool is_there() const { return piece >= 0; }
-
-    __device__ __forceinline__ void enter(const Walk& walk) {
-        end = min(walk.find(piece).end, min(walk.total, stretch + walk.length));
-    }
-
-    __device__ __forceinline__ void start(const Walk& walk) {
-        piece = stretch = walk.first;
-        if (walk.first >= walk.total || walk.length == 0)
-            piece = -1;
-        else
-            enter(walk);
-    }
-
-    __device__ __forceinline__ Run run(const Walk& walk) const { return walk.find(piece); }
-
-    /* To the run behind this one. */
-    __device__ __forceinline__ void skip(const Walk& walk) {
-        piece = end;
-        if (piece == min(walk.total, stretch + walk.length)) piece = stretch += walk.step;
-        if (piece >= walk.total)
-            piece = -1;
-        else
-            enter(walk);
-    }
-
-    /* To the next piece; true where a run begins, or behind the last. */
-    __device__ __forceinline__ bool advance(const Walk& walk) {
-        if (++piece < end) return false;
-        skip(walk);
-        return true;
+        if (lane_index() == 0) list = list_, listed = count;
     }
 };

@@ -21,6 +21,7 @@ struct Places {
     u32* rows_of;           // [E]: which rows chose an expert
     int *starts, *chosen;   // [E + 1]; [MOST_EACH * 32]
     float* norm;            // [chunks * 32]
+    float* bias;            // [16 * tiles]
     unsigned char* tokens;  // [chunks] LAID_CHUNK
 
     __device__ __forceinline__ Places(unsigned char* dynamic, int tiles, int chunks) {
@@ -30,7 +31,8 @@ struct Places {
         starts = (int*)(rows_of + 16 * tiles);
         chosen = starts + 16 * tiles + 16;
         norm = (float*)(chosen + MOST_EACH * 32);
-        tokens = (unsigned char*)(norm + 32 * chunks);
+        bias = norm + 32 * chunks;
+        tokens = (unsigned char*)(bias + 16 * tiles);
     }
 };
 
@@ -39,17 +41,16 @@ __device__ __forceinline__ uint4* laid(unsigned char* tokens, int row, int piece
     return (uint4*)(tokens + piece / 4 * LAID_CHUNK + row / 8 * 512 + (row % 8 * 4 + piece % 4) * 16);
 }
 
-/* By a warp: row `row` of the group, to shared memory and, if it is this block's, to u. from null: zeros. */
-__device__ __forceinline__ void norm_row(const Places& places, int row, const bf16* from, bf16* to, int cols,
-                                         float eps) {
-    const int pieces = (cols + 31) / 32 * 4;
-    const bool is_aligned = cols % 8 == 0;
+/* By a warp: row `row` of the group, to shared memory and, if it is this block's, to u. from null: no such
+ * row. An inactive one is zeros; its position comes while its numbers do. cols is a multiple of 8. */
+__device__ __forceinline__ void norm_row(const Places& places, int row, const bf16* from, const int* pos,
+                                         bf16* to, int cols, float eps) {
+    const int pieces = (cols + 31) / 32 * 4, position = from ? *pos : -1;
     float sum = 0.f;
 #pragma unroll 8
     for (int piece = lane_index(); piece < pieces; piece += 32) {
-        const int k = 8 * piece;
         uint4 v{};
-        if (from && k < cols) v = is_aligned ? *(const uint4*)(from + k) : load_piece(from + k, cols - k);
+        if (from && 8 * piece < cols) v = *(const uint4*)(from + 8 * piece);
         scale_pair(v.x, 1.f, 1.f, sum), scale_pair(v.y, 1.f, 1.f, sum);
         scale_pair(v.z, 1.f, 1.f, sum), scale_pair(v.w, 1.f, 1.f, sum);
         *laid(places.tokens, row, piece) = v;
@@ -57,26 +58,17 @@ __device__ __forceinline__ void norm_row(const Places& places, int row, const bf
     const float r = rsqrtf(warp_sum(sum) / cols + eps);
 #pragma unroll 4
     for (int piece = lane_index(); piece < pieces; piece += 32) {  // each lane what it wrote itself
-        const int k = 8 * piece;
-        const float4 a = *(const float4*)(places.norm + k), b = *(const float4*)(places.norm + k + 4);
+        const float4 a = *(const float4*)(places.norm + 8 * piece),
+                     b = *(const float4*)(places.norm + 8 * piece + 4);
         uint4* at = laid(places.tokens, row, piece);
         auto both = [r](u32 pair, float low, float high) {
             return pack_bf16(low * (low_f32(pair) * r), high * (high_f32(pair) * r));
         };
         uint4 v = *at;
-        v = from ? make_uint4(both(v.x, a.x, a.y), both(v.y, a.z, a.w), both(v.z, b.x, b.y),
-                              both(v.w, b.z, b.w))
-                 : make_uint4(0, 0, 0, 0);
+        v = make_uint4(both(v.x, a.x, a.y), both(v.y, a.z, a.w), both(v.z, b.x, b.y), both(v.w, b.z, b.w));
+        if (position < 0) v = make_uint4(0, 0, 0, 0);
         *at = v;
-        if (!to || k >= cols) continue;
-        if (is_aligned) {
-            *(uint4*)(to + k) = v;
-        } else {
-            const u32 words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-            for (int i = 0; i < 8; ++i)
-                if (k + i < cols) to[k + i] = bf16{(u16)(words[i / 2] >> 16 * (i % 2))};
-        }
+        if (to && 8 * piece < cols) *(uint4*)(to + 8 * piece) = v;
     }
 }
 
@@ -108,8 +100,8 @@ __device__ __forceinline__ void multiply_kept(float (&acc)[TOKEN_TILES][4], cons
 }
 
 /* Sums of the warps, plus bias, to the first block: a thread four experts of a row. */
-__device__ __forceinline__ void send_logits(const Places& places, const float* bias, int tile, int group,
-                                            int tiles, int E, u64* arrived) {
+__device__ __forceinline__ void send_logits(const Places& places, int tile, int group, int tiles,
+                                            u64* arrived) {
     for (int i = threadIdx.x; i < 4 * MOST_ROWS; i += ROUTE_THREADS) {
         const int row = i / 4, quarter = i % 4;
         float v[4];
@@ -120,8 +112,7 @@ __device__ __forceinline__ void send_logits(const Places& places, const float* b
             float sum = from[0];
 #pragma unroll
             for (int warp = 1; warp < WARPS; ++warp) sum += from[warp * UNITS * 64];
-            const int e = 16 * tile + 4 * quarter + j;
-            v[j] = bias && e < E ? sum + bias[e] : sum;
+            v[j] = sum + places.bias[16 * tile + 4 * quarter + j];
         }
         float* to = places.logits + (group + row) * 16 * tiles + 16 * tile + 4 * quarter;
         store_async(cluster_address(to, 0), make_float4(v[0], v[1], v[2], v[3]), cluster_address(arrived, 0));
@@ -174,9 +165,10 @@ extern "C" __global__ void __launch_bounds__(ROUTE_THREADS, 1)
     const int groups = (count + MOST_ROWS - 1) / MOST_ROWS;
     const Places places(dynamic, tiles, chunks);
     uint4 a[2 * KEPT];
-    load_kept(a, w, rank, chunks, 0);
+    if (rank < tiles) load_kept(a, w, rank, chunks, 0);
     for (int k = threadIdx.x; k < 32 * chunks; k += ROUTE_THREADS) places.norm[k] = k < cols ? norm[k] : 0.f;
-    for (int e = threadIdx.x; e < E; e += ROUTE_THREADS) places.rows_of[e] = 0;
+    for (int e = threadIdx.x; e < 16 * tiles; e += ROUTE_THREADS)
+        places.rows_of[e] = 0, places.bias[e] = bias && e < E ? bias[e] : 0.f;
     if (threadIdx.x == 0) {
         mbarrier_init(&arrived, 1);
         mbarrier_fence_init();
@@ -190,8 +182,8 @@ extern "C" __global__ void __launch_bounds__(ROUTE_THREADS, 1)
     for (int group = 0; group < count; group += MOST_ROWS) {
         for (int row = warp_index(); row < MOST_ROWS; row += WARPS) {
             const int t = begin + group + row;
-            const bool is_row = group + row < count, is_active = is_row && pos[t] >= 0;
-            norm_row(places, row, is_active ? x + (size_t)t * cols : nullptr,
+            const bool is_row = group + row < count;
+            norm_row(places, row, is_row ? x + (size_t)t * cols : nullptr, pos + t,
                      is_row && t % blocks == rank ? u + (size_t)t * cols : nullptr, cols, eps);
         }
         __syncthreads();
@@ -208,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(ROUTE_THREADS, 1)
                 to[64 * n + 32] = make_float2(acc[n][1], acc[n][3]);
             }
             __syncthreads();
-            send_logits(places, bias, tile, group, tiles, E, &arrived);
+            send_logits(places, tile, group, tiles, &arrived);
             __syncthreads();  // sums and tokens have been read
         }
     }

@@ -1,4 +1,4 @@
-"""The fast kernels of layers with experts: tests of their rows again, and their bits under any cut, order and company.
+"""The fast kernels of layers with experts: tests of their rows again; bits under any cut, order and company.
 
 The tests of experts_up and experts_down run the fast kernels too, wherever activations are bf16.
 """
@@ -10,6 +10,7 @@ import pytest
 from minidflash.kernels import compiler
 from minidflash.kernels.gpu import experts
 from minidflash.kernels.ops import Ops
+from minidflash.kernels.table import CLAMPED, GELU_TANH, SILU
 
 from tests.cases import Make, grouped, run, stored
 from tests.compare import assert_same_bits, real
@@ -22,14 +23,14 @@ from tests.kernels.test_compile import needs_nvrtc
 TYPES = pytest.mark.parametrize("weights", ["bf16", "mxfp4"])
 
 
-# ---- route ---------------------------------------------------------------------------------------------------------
+# ---- route --------------------------------------------------------------------------------------------
 
 
 @on_gpu_backends
 @pytest.mark.parametrize("bias, normalise", [(False, 1), (True, 0)])
 @pytest.mark.parametrize("T, E, U, D", [*test_route.SHAPES, (16, 128, 8, 2048), (20, 300, 8, 104)])
 def test_route_matches_oracle(ops, rng, T, E, U, D, bias, normalise):
-    case, size = test_route.make(ops, rng, T, E, U, D, "bf16", bias, normalise)
+    case, size = test_route.make(ops, rng, T, E, U, -(-D // 8) * 8, "bf16", bias, normalise)
     test_route.assert_routed(fast_run(ops, "route", case, **size), case, U, E)
 
 
@@ -57,13 +58,28 @@ def test_route_of_strange_rows(ops, rng, halves, test):
 
 
 @on_gpu_backends
-@pytest.mark.parametrize("T, E, U, D", [(9, 20, 4, 123), (33, 128, 8, 64)])
+def test_of_equal_logits_of_one_lane_the_smaller_id_comes_first(ops, rng):
+    """A lane of choose.cuh looks after every 32nd expert."""
+    case, size = test_route.make(ops, rng, 3, 100, 5, 40, "bf16", bias=False)
+    case["w"].array[...] = 0
+    assert (fast_run(ops, "route", case, **size)["expert"] == np.arange(5)).all()
+
+
+@on_gpu_backends
+def test_route_has_its_eps(ops, rng):
+    case, size = test_route.make(ops, rng, 3, 9, 2, 40, "bf16")
+    case["x"] = stored(1e-3 * real(case["x"]), "bf16")
+    test_route.assert_routed(fast_run(ops, "route", case, **size), case, 2, 9)
+
+
+@on_gpu_backends
+@pytest.mark.parametrize("T, E, U, D", [(9, 20, 4, 120), (33, 128, 8, 64)])
 def test_a_routed_rows_bits_are_its_own(ops, rng, T, E, U, D):
     test_route.test_a_rows_bits_are_its_own(Fast(ops, "route"), rng, T, E, U, D)
     assert ops.backend.variants["route"] == "fast"
 
 
-# ---- the experts' products -----------------------------------------------------------------------------------------
+# ---- the experts' products ----------------------------------------------------------------------------
 
 
 def up_case(ops, rng, T, E, U, D, F, weights, idle=()):
@@ -90,7 +106,7 @@ BOTH = pytest.mark.parametrize(
 @pytest.mark.parametrize("T", [1, 7, 8, 9, 20, 33, 40, 70])
 def test_groups_of_any_size_match_oracle(ops, rng, name, make, terms, what, weights, T):
     """Three experts, of which one has all rows; tiles of a prompt come in strips, which end in the middle."""
-    case, sizes = make(ops, rng, T, 3, 2, 8 * 26 + 5, 8 * 26 + 5 if weights == "bf16" else 224, weights)
+    case, sizes = make(ops, rng, T, 3, 2, *((216, 301) if name == "experts_up" else (637, 216)), weights)
     case["expert"][:, 0], case["expert"][:, 1] = 1, 2 * (np.arange(T) % 3 > 0)
     case |= grouped(case["expert"], 3)
     fast_check(ops, name, case, terms(case), C, **sizes)
@@ -125,7 +141,7 @@ CUTS = [
 @pytest.mark.parametrize("cut", CUTS, indirect=True, ids=str)
 @pytest.mark.parametrize("T", [5, 37])
 def test_every_cut_is_right(ops, rng, cut, name, make, terms, what, weights, T):
-    case, sizes = make(ops, rng, T, 9, 3, 170, 150, weights, idle=[2])
+    case, sizes = make(ops, rng, T, 9, 3, 176, 152, weights, idle=[2])
     fast_check(ops, name, case, terms(case), C, **sizes)
 
 
@@ -136,7 +152,7 @@ def test_bits_do_not_depend_on_how_a_tile_comes_about(
     ops, rng, name, make, terms, what, weights, monkeypatch
 ):
     """Groups of rows, tiles ahead, who ends them: none of it shows; nor how many rows there are."""
-    case, sizes = make(ops, rng, 37, 5, 2, 200, 130, weights)
+    case, sizes = make(ops, rng, 37, 5, 2, 200, 136, weights)
     whole = fast_run(ops, name, case, **sizes)[what]
     natural = experts.choose(case["w"].shape[-1], weights, name)
     for how, shape in CUTS:
@@ -155,7 +171,7 @@ def how_of(cut):
 @TYPES
 @BOTH
 def test_bits_do_not_depend_on_how_many_rows_there_are(ops, rng, name, make, terms, what, weights):
-    case, sizes = make(ops, rng, 40, 7, 3, 100, 90, weights)
+    case, sizes = make(ops, rng, 40, 7, 3, 104, 88, weights)
     whole = fast_run(ops, name, case, **sizes)[what]
     rows = [spec for spec in ("u", "h", "x", "share", "tap_row") if case.get(spec) is not None]
     for count in (*range(1, 18), 31, 32, 33):
@@ -173,7 +189,7 @@ def test_bits_do_not_depend_on_how_many_rows_there_are(ops, rng, name, make, ter
 def test_every_order_of_blocks_warps_and_lanes_gives_the_same_bits(
     ops, rng, name, make, terms, what, weights, T
 ):
-    case, sizes = make(ops, rng, T, 7, 3, 100, 90, weights)
+    case, sizes = make(ops, rng, T, 7, 3, 104, 88, weights)
     want = fast_run(ops, name, case, **sizes)
     for seed in range(1, 4):
         shuffled = Ops(type(ops.backend)("bf16", seed=seed))
@@ -185,7 +201,7 @@ def test_every_order_of_blocks_warps_and_lanes_gives_the_same_bits(
 @pytest.mark.parametrize("ops", parameters(["emulate"], ["bf16"]), indirect=True)
 @pytest.mark.parametrize("T", [5, 20, 36])
 def test_every_order_routes_the_same_way(ops, rng, T):
-    case, sizes = test_route.make(ops, rng, T, 50, 4, 100, "bf16")
+    case, sizes = test_route.make(ops, rng, T, 50, 4, 104, "bf16")
     want = fast_run(ops, "route", case, **sizes)
     for seed in range(1, 4):
         got = fast_run(Ops(type(ops.backend)("bf16", seed=seed)), "route", case, **sizes)
@@ -220,7 +236,7 @@ def test_the_plain_kernel_reads_packed_weights(
     assert_same_bits(run(ops, name, case, **known)[what], packed, what)
 
 
-# ---- dependent launch ----------------------------------------------------------------------------------------------
+# ---- dependent launch ---------------------------------------------------------------------------------
 
 
 @on_gpu_backends
@@ -270,13 +286,15 @@ def test_dependent_launches_read_nothing_too_early(ops, rng, weights, T, monkeyp
         assert_same_bits(got, wanted, "dependent")
 
 
-# ---- what is compiled ----------------------------------------------------------------------------------------------
+# ---- what is compiled ---------------------------------------------------------------------------------
 
-TRUE = {  # K, type and experts of models.md 3 and 4
-    "coder": {"experts_up": (2048, "bf16", 128), "experts_down": (768, "bf16", 128)},
-    "gpt-oss-120b": {"experts_up": (2880, "mxfp4", 128), "experts_down": (2880, "mxfp4", 128)},
-    "gpt-oss-20b": {"experts_up": (2880, "mxfp4", 32), "experts_down": (2880, "mxfp4", 32)},
-    "gpt-oss-bf16": {"experts_up": (2880, "bf16", 128), "experts_down": (2880, "bf16", 128)},
+GPT_OSS = {"experts_up": (2880, "mxfp4", 128, CLAMPED), "experts_down": (2880, "mxfp4", 128, 0)}
+TRUE = {  # K, type, experts and activation of models.md 3 to 5
+    "coder": {"experts_up": (2048, "bf16", 128, SILU), "experts_down": (768, "bf16", 128, 0)},
+    "gpt-oss-120b": GPT_OSS,
+    "gpt-oss-20b": {row: (cols, kind, 32, act) for row, (cols, kind, _, act) in GPT_OSS.items()},
+    "gpt-oss-bf16": {row: (cols, "bf16", 128, act) for row, (cols, _, _, act) in GPT_OSS.items()},
+    "gemma-4-26b": {"experts_up": (2816, "bf16", 128, GELU_TANH), "experts_down": (704, "bf16", 128, 0)},
 }
 
 
@@ -285,10 +303,10 @@ TRUE = {  # K, type and experts of models.md 3 and 4
 @pytest.mark.parametrize("model", TRUE)
 def test_true_shapes_keep_to_registers_and_stream(model, arch, tmp_path):
     cubins = []
-    for row, (cols, kind, count) in TRUE[model].items():
+    for row, (cols, kind, count, act) in TRUE[model].items():
         cut = experts.choose(cols, kind, row)
         for rows in (8, 16, 32):
-            defines = experts.defines_of(cut, kind, experts.frame(cut, cols, kind, count, rows))
+            defines = experts.defines_of(cut, kind, experts.frame(cut, cols, kind, count, rows), act)
             cubin, log = compiler.compile_cubin(
                 f"{row}_fast.cu", arch, {name: str(value) for name, value in defines.items()}
             )
@@ -322,7 +340,8 @@ def test_route_keeps_to_registers(token_tiles, kept, arch):
 @pytest.mark.parametrize("rows", [1, 8, 9, 16, 17, 32, 33, 2048])
 @pytest.mark.parametrize("model", TRUE)
 def test_a_frame_fits_the_card_and_a_group_of_32_is_one_run(model, rows):
-    for row, (cols, kind, count) in TRUE[model].items():
+    for row, (cols, kind, count, act) in TRUE[model].items():
+        assert act in (SILU, CLAMPED, GELU_TANH)
         cut = experts.choose(cols, kind, row)
         assert cut.warps * cut.units >= -(-cols // experts.UNIT[kind][0])
         shape = experts.frame(cut, cols, kind, count, rows)
@@ -333,7 +352,7 @@ def test_a_frame_fits_the_card_and_a_group_of_32_is_one_run(model, rows):
 @on_gpu_backends
 @BOTH
 def test_bits_do_not_depend_on_what_other_rows_hold(ops, rng, name, make, terms, what):
-    case, sizes = make(ops, rng, 20, 4, 2, 100, 90, "bf16")
+    case, sizes = make(ops, rng, 20, 4, 2, 104, 88, "bf16")
     whole = fast_run(ops, name, case, **sizes)[what]
     spoiled = dict(case)
     for spec in ("u", "h", "x"):
