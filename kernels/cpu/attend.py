@@ -36,7 +36,9 @@ def _weighted_values(cache_v, v_at, size, count, work, p_at, out_at):
 
 
 @jit
-def _attend_head(t, h, q, cache_k, cache_v, s, p, begin, end, window, causal, scale, ones, work, at, o):
+def _attend_head(t, h, q, caches, place, mask, scale, ones, work, at, o):
+    """place: slot, pos, begin and end of row t."""
+    (cache_k, cache_v), (s, p, begin, end), (window, causal) = caches, place, mask
     heads, groups, rows, size = q.shape[1], cache_k.shape[1], cache_k.shape[2], q.shape[2]
     base = (s * groups + h // (heads // groups)) * rows * size
     first = min(begin, max(0, p - window + 1)) if window else 0
@@ -71,6 +73,7 @@ def _attend_head(t, h, q, cache_k, cache_v, s, p, begin, end, window, causal, sc
 @jit(parallel=True)
 def _run(q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, work, o, ones, threads):
     heads, size = q.shape[1], q.shape[2]
+    caches, mask = (cache_k, cache_v), (window, causal)
     items, room = q.shape[0] * heads, CHUNK + 2 * size
     for thread in numba.prange(threads):
         for item in range(thread, items, threads):
@@ -80,24 +83,9 @@ def _run(q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, work
                     o[t, h, i] = 0
             else:
                 at = np.int64(thread) * room
-                _attend_head(t, h, q, cache_k, cache_v, np.int64(slot[t]), np.int64(pos[t]), np.int64(begin[t]),
-                             np.int64(end[t]), window, causal, scale, ones, work, at, o)  # fmt: skip
+                place = np.int64(slot[t]), np.int64(pos[t]), np.int64(begin[t]), np.int64(end[t])
+                _attend_head(t, h, q, caches, place, mask, scale, ones, work, at, o)
 
 
-def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, work, o):
-    _run(
-        q,
-        cache_k,
-        cache_v,
-        slot,
-        pos,
-        begin,
-        end,
-        window,
-        causal,
-        scale,
-        work,
-        o,
-        backend.ones,
-        backend.threads,
-    )
+def attend(backend, *args):
+    _run(*args, backend.ones, backend.threads)
