@@ -1,15 +1,17 @@
-"""Loading: a sharded safetensors checkpoint of true Qwen3-8B shape from the page cache to packed device memory.
+"""Loading: a safetensors checkpoint of true Qwen3-8B shape from the page cache to packed GPU memory.
 
-    python bench/load.py [--rings WAY:MB:THREADS:BUFFERS ...] [--alone N] [--folder F] [--layers 36] [--name load-h100]
+    python bench/load.py [--rings WAY:MB:THREADS:BUFFERS ...] [--alone N] [--folder F] [--layers N]
 
-In one call: the rate of pinned memory to the device; of threads that read the files into such buffers, without a
-device; of the engine's own path (engine.build: read, copy, pack, allocation of both sides included). Rings take turns:
-the loop that files go through (kernels/gpu/staging.py: compiled, or Python's), its pieces, threads, and buffers of a
-thread. One load comes before, in which kernels are compiled. --alone: so many loads of each ring in processes of their
-own, from before the backend is opened: what a user waits for. With an H100 45 s at most, of which the files' writing
-takes 10, and 3 s more for each that is alone. Writes bench/results/NAME.json, or into $OUT. Both ways side by side:
+In one call: the rate of pinned memory to the device; of threads that read the files into such buffers,
+without a device; of the engine's own path (engine.build: read, copy, pack, allocation of both sides
+included). Rings take turns: the loop that files go through (kernels/gpu/staging.py: compiled, or Python's),
+its pieces, threads, and buffers of a thread. One load comes before, in which kernels are compiled. --alone:
+so many loads of each ring in processes of their own, from before the backend is opened: what a user waits
+for. With an H100 45 s at most, of which the files' writing takes 10, and 3 s more for each that is alone.
+Writes bench/results/NAME.json, or into $OUT. Both ways side by side:
 
-    python bench/load.py --rings compiled:4:12:2 python:{4,8,16}:12:2 python:8:16:2 --alone 3 --name load-ways-h200
+    python bench/load.py --rings compiled:4:12:2 python:{4,8,16}:12:2 python:8:16:2 --alone 3 --name load-ways
+
 """
 
 import argparse
@@ -49,7 +51,8 @@ USUAL = f"{WAYS[staging.IS_COMPILED]}:{staging.PIECE >> 20}:{staging.THREADS}:{s
 
 
 def write_checkpoint(folder, config):
-    """Shards and index of a model of this shape, random bf16; the files are then in the page cache. Returns bytes."""
+    """Shards and index of a model of this shape, random bf16; the files are then in the page cache.
+    Returns bytes."""
     shapes = dict(pair for named in names.target_table(config).values() for pair in named.sources)
     shapes["lm_head.weight"] = (config.vocab, config.width)
     shards, room = [{}], SHARD
@@ -106,7 +109,8 @@ def pinned_rate(device, size=256 << 20, repeat=9):
 
 
 def read_rate(tensors, threads, piece):
-    """Bytes a second of threads that read all tensors, each thread into a buffer of its own that is in memory."""
+    """Bytes a second of threads that read all tensors, each thread into a buffer of its own that is in
+    memory."""
     jobs = [(t, first) for t in tensors.values() for first in range(0, t.nbytes, piece)]
     buffers = [np.ones(piece, np.uint8) for _ in range(threads)]
 
@@ -163,7 +167,7 @@ def main():
     args = parser.parse_args()
     config = configs(args.shape, 64)[0]
     if args.layers:
-        config = replace(config, layers=args.layers, windows=config.windows[: args.layers])
+        config = replace(config, layers=config.layers[: args.layers])
     if args.checkpoint:
         use(args.rings[0])
         print(load_seconds(args.backend, config, open_tensors(args.checkpoint)[0])[1])
@@ -195,7 +199,8 @@ def alone(folder, ring, args):
 
 
 def roomy(size=24 << 30):
-    """The folder of the host's memory where it holds the checkpoint, else None: the system's temporary folder."""
+    """The folder of the host's memory where it holds the checkpoint, else None:
+    the system's temporary folder."""
     memory = Path("/dev/shm")
     return memory if memory.is_dir() and shutil.disk_usage(memory).free > size else None
 

@@ -19,7 +19,8 @@ SHAPES = [name for name, sizes in SIZES.items() if not sizes.E]  # those that an
 
 
 class RandomTensor:
-    """A checkpoint tensor made of random bf16, a view into one pool: dtype, shape, array, drop(), as the reader's."""
+    """A checkpoint tensor made of random bf16, a view into one pool:
+    dtype, shape, array, drop(), as the reader's."""
 
     dtype = "BF16"
     pool = None
@@ -86,7 +87,8 @@ def random_bound(table, rng):
 
 
 def random_engine(ops, shape, ctx, seed=0, chunk=None):
-    """An Engine of a named shape with random weights on the backend of `ops`. Returns (Engine, seconds of loading)."""
+    """An Engine of a named shape with random weights on the backend of `ops`.
+    Returns (Engine, seconds of loading)."""
     import time
 
     rng = np.random.default_rng(seed)

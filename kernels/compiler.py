@@ -1,7 +1,7 @@
 """A .cu -> a cubin for one card: NVRTC, cached on disk.
 
-Compiling needs NVRTC alone, so every kernel can be compiled for every card without a GPU. Nothing of CUDA is imported
-before it is needed.
+Compiling needs NVRTC alone, so every kernel can be compiled for every card without a GPU. Nothing of CUDA is
+imported before it is needed.
 """
 
 import importlib
@@ -14,7 +14,8 @@ from . import diskcache, source
 
 ARCHES = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
 
-# -v: the log then holds registers and spills. NVRTC's own cache (where there is a driver) keeps no log; ours does.
+# -v: the log then holds registers and spills. NVRTC's own cache (where there is a driver) keeps no log;
+# ours does.
 _OPTIONS = ["-std=c++17", "-lineinfo", "--ptxas-options=-v", "--no-cache"]
 ON_CPU = "use --backend numba"
 

@@ -1,4 +1,5 @@
-"""A kernel of a .cu, compiled (compiler.py), loaded and launched. Nothing of CUDA is imported before it is needed.
+"""A kernel of a .cu, compiled (compiler.py), loaded and launched. Nothing of CUDA is imported before it is
+needed.
 
 CudaDevice and emulate.EmulatedDevice have one interface: a backend is written once over either.
 """
@@ -83,8 +84,8 @@ class CudaDevice:
         self.shared_limit = ask("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
         self._context = self.do(driver.cuDevicePrimaryCtxRetain(device))
         self.enter()
-        # One stream a GPU, whoever uses it: of two kernels side by side, each with blocks that wait for blocks of
-        # their own, none might end. Not the default stream: other libraries use that.
+        # One stream a GPU, whoever uses it: of two kernels side by side, each with blocks that wait for
+        # blocks of their own, none might end. Not the default stream: other libraries use that.
         with _STREAMS_LOCK:
             if (driver, index) not in _STREAMS:
                 _STREAMS[driver, index] = self.new_stream()
@@ -140,8 +141,8 @@ class CudaDevice:
         def ask(what):
             return self.do(driver.cuFuncGetAttribute(getattr(attribute, f"CU_FUNC_ATTRIBUTE_{what}"), handle))
 
-        # One division of L1 and shared memory for all: a multiprocessor changes it only when it is empty, which kept
-        # the next kernel's blocks waiting for the last one's.
+        # One division of L1 and shared memory for all: a multiprocessor changes it only when it is empty,
+        # which kept the next kernel's blocks waiting for the last one's.
         carveout = attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
         self.do(driver.cuFuncSetAttribute(handle, carveout, 100))
         used = ask("SHARED_SIZE_BYTES"), ask("LOCAL_SIZE_BYTES")
@@ -198,7 +199,8 @@ class CudaDevice:
         function.opted_in = shared
 
     def holds(self, function, threads, shared, cluster=1):
-        """How many blocks of such a launch the card holds at once: what kernels may launch whose blocks wait for each other."""
+        """How many blocks of such a launch the card holds at once: what kernels may launch whose blocks wait
+        for each other."""
         key = threads, shared, cluster
         if key not in function.held:
             driver = self.driver

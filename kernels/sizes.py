@@ -56,7 +56,8 @@ class Sizes:
 
     @property
     def products(self):
-        """Row (linear_add's are o and down) -> (N, K) of its weight. Beside experts, the MLP is the drafter's."""
+        """Row (linear_add's are o and down) -> (N, K) of its weight. Beside experts,
+        the MLP is the drafter's."""
         D, heads, groups, d = self.D, self.H * self.K, self.G * self.K, self.drafter
         F = d.F if self.E else self.F
         return {
@@ -65,7 +66,8 @@ class Sizes:
         }  # fmt: skip
 
 
-# family, layers, D, H, G, K, F, V, tied, theta; Drafter(layers, H, G, K, F, taps); E, U, experts, window, bias.
+# family, layers, D, H, G, K, F, V, tied, theta; Drafter(layers, H, G, K, F, taps);
+# E, U, experts, window, bias.
 SIZES = {
     "smollm2-135m": Sizes("llama", 30, 576, 9, 3, 64, 1536, 49152, True, 1e5,
                           Drafter(5, 9, 3, 64, 1536, (1, 8, 14, 20, 27))),

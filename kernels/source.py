@@ -57,7 +57,8 @@ def texts(path):
 
 
 def macros(path, defines=None):
-    """{macro: value} that a source is compiled with: the caller's, and what a file that asks for RECORD_* needs."""
+    """{macro: value} that a source is compiled with: the caller's, and what a file that asks for RECORD_*
+    needs."""
     own = record.defines() if "RECORD_" in texts(path)[path] else {}
     return own | (defines or {})
 

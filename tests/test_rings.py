@@ -1,4 +1,5 @@
-"""A sliding layer keeps its keys in a ring: key n in row n % S. Bits are those of a cache that holds everything."""
+"""A sliding layer keeps its keys in a ring: key n in row n % S. Bits are those of a cache that holds
+everything."""
 
 import numpy as np
 import pytest
@@ -16,8 +17,11 @@ SLIDING = ["sliding_attention", "sliding_attention"]
 PROMPT = np.random.default_rng(3).integers(0, 97, 304).tolist()
 
 
-@pytest.mark.parametrize("window, newest, cut, rows", [(20, 16, 1, 35), (20, 16, 128, 128), (128, 16, 128, 256),
-                                                       (113, 16, 128, 128), (0, 16, 128, 1000), (2000, 16, 1, 1000)])  # fmt: skip
+RINGS = [(20, 16, 1, 35), (20, 16, 128, 128), (128, 16, 128, 256), (113, 16, 128, 128), (0, 16, 128, 1000),
+         (2000, 16, 1, 1000)]  # fmt: skip
+
+
+@pytest.mark.parametrize("window, newest, cut, rows", RINGS)
 def test_how_long_a_ring_is(window, newest, cut, rows):
     assert state.cache_rows(window, 1000, newest, cut) == rows
 
@@ -27,8 +31,8 @@ def open_pair(folder, ops, chunk, kinds=SLIDING):
         folder, "grouped", family="qwen3", block=BLOCK, max_pos=512, windows=(SLIDING, WINDOW, True),
         target_config={"layer_types": kinds, "sliding_window": WINDOW, "use_sliding_window": True},
     )  # fmt: skip
-    return md.load(str(target), drafter=str(drafter), backend=ops.name, activations=ops.activations, warm=False,
-                   prefill_chunk=chunk)  # fmt: skip
+    return md.load(str(target), drafter=str(drafter), backend=ops.name, activations=ops.activations,
+                   warm=False, prefill_chunk=chunk)  # fmt: skip
 
 
 def told(engine, known=None, **options):
@@ -86,8 +90,10 @@ def test_wraps_and_rollbacks_change_no_bit(ops, tmp_path, monkeypatch, kinds):
 
 
 @pytest.mark.parametrize("ops", parameters(["oracle", "numba", "emulate", "cuda"]), indirect=True)
-@pytest.mark.parametrize("size, window", [(64, 200), (24, 100), (128, 40)])
-def test_attention_on_a_ring_has_the_bits_of_a_whole_cache(ops, rng, size, window):
+@pytest.mark.parametrize(
+    "size, window, has_sinks", [(64, 200, False), (24, 100, False), (128, 40, False), (64, 128, True)]
+)
+def test_attention_on_a_ring_has_the_bits_of_a_whole_cache(ops, rng, size, window, has_sinks):
     """Rows at every distance from the wrap; the ring's other rows hold older keys, which nobody may see."""
     groups, heads, total = 2, 4, 1000
     room = state.cache_rows(window, total, BLOCK, ops.backend.key_cut)
@@ -96,7 +102,8 @@ def test_attention_on_a_ring_has_the_bits_of_a_whole_cache(ops, rng, size, windo
     for start in (room - 3, room, 2 * room + room // 2, 3 * room - BLOCK):
         pos = start + np.arange(BLOCK, dtype=np.int32)
         case = {"q": make.a(BLOCK, heads, size), **whole, "slot": np.zeros(BLOCK, np.int32), "pos": pos, "begin": pos,
-                "end": pos + 1, "window": window, "causal": 1, "scale": size**-0.5}  # fmt: skip
+                "end": pos + 1, "window": window, "causal": 1, "scale": size**-0.5,
+                "sinks": make.v(heads) if has_sinks else None}  # fmt: skip
         ring = dict(case)
         for name in ("cache_k", "cache_v"):
             ring[name] = np.empty_like(whole[name][:, :, :room])

@@ -1,8 +1,8 @@
 """What experts_up and experts_down share: token rows gathered by expert, and an expert's tiles times them.
 
-Weights are [E][tile][K][16], of MXFP4 words [E][tile][K/8][16] and scales [E][tile][K/32][16]. Pair i of the groups is
-token i here: an expert's tokens are cut into blocks of 16, each laid out [K][n] for its n tokens, so that a tile is read
-once for a block, with the sums of tiles.py. Nothing else decides a row's bits.
+Weights are [E][tile][K][16], of MXFP4 words [E][tile][K/8][16] and scales [E][tile][K/32][16]. Pair i of the
+groups is token i here: an expert's tokens are cut into blocks of 16, each laid out [K][n] for its n tokens,
+so that a tile is read once for a block, with the sums of tiles.py. Nothing else decides a row's bits.
 """
 
 import numba
@@ -21,9 +21,9 @@ SCRATCH = BLOCK * GROUP * LANES  # f32 of a thread
 
 @jit(parallel=True)
 def pack(weight, at, rows, is_paired, out):
-    """Rows (n, K), the stacked rows of all experts from `at` on, to out[expert][tile][k][lane]. out is zeroed by the caller.
+    """Rows (n, K), stacked rows of all experts from `at` on, to out[expert][tile][k][lane], zeroed before.
 
-    rows: of an expert. is_paired: an expert's second half goes with its first, tile by tile: gate, up, gate, up...
+    rows: of an expert. is_paired: its second half goes with its first, tile by tile: gate, up, gate, up...
     """
     half = rows // 2 if is_paired else rows
     for n in numba.prange(len(weight)):
@@ -54,7 +54,10 @@ def _lay_share(rows, divide, order, groups, work, first, last):
 
 @jit(parallel=True)
 def lay_pairs(rows, divide, order, groups, work, threads):
-    """The token row of every pair at the start of work, by expert: pair r has row r // divide. groups: `first` of the table."""
+    """The token row of every pair at the start of work, by expert: pair r has row r // divide.
+
+    groups: `first` of the table.
+    """
     cols = rows.shape[1]
     if len(rows) == 1:
         _lay_share(rows, divide, order, groups, work, 0, cols)
@@ -83,9 +86,9 @@ def _group_of(w, scales, tile, count, cols, work, x_at, x_step, m, y_at, ld):
 
 @jit
 def multiply(w, scales, tile, count, cols, work, start, n, y_at):
-    """Tiles tile..tile+count-1 (at most GROUP) times the block of n pairs from `start` on, to work[y_at:]: [16][GROUP * 16].
+    """Tiles tile..tile+count-1 times the block of n pairs from `start` on, to work[y_at:]: [16][GROUP * 16].
 
-    tile: counted through all experts.
+    count: at most GROUP. tile: counted through all experts.
     """
     m, done, ld = tokens_per_block(n), 0, GROUP * LANES
     most = tiles_per_group(m)

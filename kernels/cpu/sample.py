@@ -1,7 +1,9 @@
-"""sample, propose, reject: draws from the filtered laws of rows' logits. oracle.py says the laws. Moves: the weights.
+"""sample, propose, reject: draws from the filtered laws of rows' logits. oracle.py says the laws.
+Moves: the weights.
 
-Nothing is sorted: the last id that a filter keeps is found from sums of integer masses over 2048 bins of logits, then
-by bisection inside one bin. Sums of integers are exact, so neither their order nor the threads show in a draw.
+Nothing is sorted: the last id that a filter keeps is found from sums of integer masses over 2048 bins of
+logits, then by bisection inside one bin. Sums of integers are exact,
+so neither their order nor the threads show in a draw.
 """
 
 import numba
@@ -80,7 +82,8 @@ def _sums(mass, sums, step):
 
 @jit
 def _last_kept(logits, best, temperature, mass, need, is_count, floor, bins, ids):
-    """(logit, id) of the first element, by falling logit and rising id, with which the sum of parts reaches `need`.
+    """(logit, id) of the first element, by falling logit and rising id,
+    with which the sum of parts reaches `need`.
 
     A part is 1 (is_count) or the mass. floor: what has less mass cannot be the answer.
     """
@@ -212,7 +215,8 @@ def _filter(logits, best, key, law, bins, ids, mass):
         _drop(logits, cut, last, mass)
     if top_p < 1.0:
         need = np.int64(np.ceil(top_p * np.float64(_sums(mass, bins, _step(mass)))))
-        # All that weighs less than the floor weighs less than what top_p leaves over: the answer lies above it.
+        # All that weighs less than the floor weighs less than what top_p leaves over:
+        # the answer lies above it.
         floor = F((1.0 - top_p) * MASS / count * 0.5)
         cut, last = _last_kept(logits, best, temperature, mass, need, False, floor, bins, ids)
         _drop(logits, cut, last, mass)
@@ -290,7 +294,7 @@ def _share(work, at, thread, room, limit):
 
 @jit(parallel=True)
 def _run(x, pick, address, norm, eps, w, limit, dice, ids, logprob, proposed, work, threads):
-    """sample, or propose where `proposed` is not empty: it gets the masses. dice: key and law of every slot."""
+    """sample, or propose where `proposed` is not empty: it gets the masses. dice: keys and laws of slots."""
     (slot, pos), (key, law) = address, dice
     rows = lay_tokens(x, pick, norm, eps, work, threads)
     y_at, ld = rows * x.shape[1], w.shape[0] * 16

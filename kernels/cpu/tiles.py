@@ -1,9 +1,10 @@
 """Matrix times a few rows on the CPU: the one loop that reads the weights.
 
-A packed weight is [N/16][K][16]: 16 output rows are the 16 lanes of a vector. Token rows are laid out [block][K][m],
-m in (1, 4, 8, 16), so that one k needs one widened load of weights and m broadcasts. Every output is the sum over k
-ascending, one fused multiply-add a term, whatever m is: so a row's bits do not depend on how many rows there are.
-Measured on 2 cores with AVX-512: 37 GB/s of bf16 weights at one row, 260 GFLOP/s at 16 rows.
+A packed weight is [N/16][K][16]: 16 output rows are the 16 lanes of a vector. Token rows are laid out
+[block][K][m], m in (1, 4, 8, 16), so that one k needs one widened load of weights and m broadcasts. Every
+output is the sum over k ascending, one fused multiply-add a term, whatever m is: so a row's bits do not
+depend on how many rows there are. Measured on 2 cores with AVX-512:
+37 GB/s of bf16 weights at one row, 260 GFLOP/s at 16 rows.
 """
 
 import numba
@@ -59,7 +60,8 @@ def _source(pick, t):
 
 @jit
 def _lay_share(x, pick, norm, work, rows, total, m, scale_at, first, last):
-    """Inputs first..last-1 of all token rows to their place: whole cache lines, so that threads share none."""
+    """Inputs first..last-1 of all token rows to their place: whole cache lines,
+    so that threads share none."""
     cols = x.shape[1]
     for block in range(total // m):
         for i in range(m):
@@ -83,8 +85,8 @@ def _lay_share(x, pick, norm, work, rows, total, m, scale_at, first, last):
 def lay_tokens(x, pick, norm, eps, work, threads):
     """Token blocks of x (of its rows `pick` when given) at the start of work; rows of padding are zero.
 
-    x: (T, K) activations. norm: (K,) or empty: rows are normed on the way. Returns the number of token rows, padding
-    included. The rows' 1 / rms lie for a moment where the outputs will.
+    x: (T, K) activations. norm: (K,) or empty: rows are normed on the way. Returns the number of token rows,
+    padding included. The rows' 1 / rms lie for a moment where the outputs will.
     """
     rows = len(pick) if len(pick) else x.shape[0]
     m, total, cols = tokens_per_block(rows), padded(rows), x.shape[1]
@@ -104,7 +106,10 @@ def lay_tokens(x, pick, norm, eps, work, threads):
 
 @jit
 def tile_group(w, tile, count, cols, work, x_at, x_step, m, y_at, ld):
-    """One block of m tokens, x_step f32 from one k to the next, times `count` tiles (1, or what m allows) from `tile` on."""
+    """One block of m tokens times `count` tiles from `tile` on: 1, or tiles_per_group.
+
+    x_step: f32 from one k of the tokens to the next.
+    """
     at, stride = tile * cols * 16, cols * 16
     if m == 1:
         if count == 4:
@@ -151,10 +156,11 @@ def fp4_group(words, scales, tile, count, cols, work, x_at, x_step, m, y_at, ld)
 
 @jit(parallel=True)
 def matmul(w, rows, work, y_at, ld, threads):
-    """work[y_at + t * ld + n] = sum_k w[n, k] * token t, for the `rows` token rows that lay_tokens put into work.
+    """work[y_at + t * ld + n] = sum_k w[n, k] * token t, for the `rows` token rows that lay_tokens put into
+    work.
 
-    w: packed [N/16][K][16]. ld: f32 from one token's outputs to the next, at least N rounded up to 16. threads: shares of the
-    tiles, an argument because Numba does not cache what asks for it.
+    w: packed [N/16][K][16]. ld: f32 from one token's outputs to the next, at least N rounded up to 16.
+    threads: shares of the tiles, an argument because Numba does not cache what asks for it.
     """
     tiles, cols = w.shape[0], w.shape[1]
     m = tokens_per_block(rows)

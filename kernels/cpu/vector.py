@@ -1,7 +1,8 @@
 """Explicit 16-lane vectors for Numba, written as LLVM IR: what the auto-vectoriser may not reorder.
 
-An array argument goes in as (array, index of its first element); bf16 is uint16 bits and is widened on load. Sums
-use fused multiply-add in a fixed order that depends on the length alone, so a row's bits never depend on other rows.
+An array argument goes in as (array, index of its first element); bf16 is uint16 bits and is widened on load.
+Sums use fused multiply-add in a fixed order that depends on the length alone,
+so a row's bits never depend on other rows.
 """
 
 from llvmlite import ir
@@ -18,8 +19,8 @@ VB = ir.VectorType(ir.IntType(8), LANES)
 ZERO = ir.Constant(VF, [0.0] * LANES)
 NO_VECTOR = ir.Constant(VF, ir.Undefined)
 FEATURES = 8  # of MXFP4 in a word
-# Bytes of weights to ask for ahead. Measured on 2 cores, 16 rows, 57 MB of bf16: 263 GFLOP/s without, 305 at 512,
-# 355 at 1024, 419 at 2048, 470 at 4096, 473 at 8192; one row is not slower.
+# Bytes of weights to ask for ahead. Measured on 2 cores, 16 rows, 57 MB of bf16: 263 GFLOP/s without, 305 at
+# 512, 355 at 1024, 419 at 2048, 470 at 4096, 473 at 8192; one row is not slower.
 PREFETCH = 4096
 
 
@@ -50,7 +51,8 @@ def _load(builder, kind, pointer, vector):
 
 
 def _prefetch(builder, kind, pointer):
-    """Ask for what the loop reads PREFETCH bytes later: at 16 rows it is too slow for the hardware to run ahead."""
+    """Ask for what the loop reads PREFETCH bytes later: at 16 rows it is too slow for the hardware to run
+    ahead."""
     byte = ir.IntType(8).as_pointer()
     ask = cgutils.get_or_insert_function(
         builder.module, ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32]), "llvm.prefetch.p0"
@@ -81,7 +83,8 @@ def _fold(builder, vector, combine):
 
 
 def _loop(builder, count, step, carried, body):
-    """for k in range(0, count, step) while k + step <= count, carrying values; returns them after the loop."""
+    """for k in range(0, count, step) while k + step <= count, carrying values;
+    returns them after the loop."""
     head, inside, after = (builder.append_basic_block(n) for n in ("head", "inside", "after"))
     before = builder.block
     builder.branch(head)
@@ -113,8 +116,8 @@ def make_tile_dot(tokens, tiles):
     """out[m][tile][lane] = sum_k w[tile][k][lane] * x[k][m], k ascending, one fused multiply-add a term.
 
     tokens, tiles: how many accumulators of 16 lanes live in registers. Arguments of what is returned:
-    (w, w_at, tile_stride, step, x, x_at, x_step, count, out, out_at, out_stride); steps: elements from one k to the next.
-    With an x_step below `tokens`, the last tokens are junk, and so is what comes out of them.
+    (w, w_at, tile_stride, step, x, x_at, x_step, count, out, out_at, out_stride); steps: elements from one k
+    to the next. With an x_step below `tokens`, the last tokens are junk, and so is what comes out of them.
     """
 
     @intrinsic
@@ -169,7 +172,7 @@ def _look_up(builder, table, indices):
 
 
 def _nibble(builder, words, feature, is_wide):
-    """The e2m1 values of one feature of 16 rows. is_wide: a permutation of 16 f32 is one instruction, else of 8."""
+    """The e2m1 values of one feature of 16 rows. is_wide: 16 f32 are permuted by one instruction, else 8."""
     shifted = builder.lshr(words, _each(4 * feature))
     if is_wide:
         return _look_up(builder, E2M1, builder.and_(shifted, _each(15)))
@@ -179,7 +182,7 @@ def _nibble(builder, words, feature, is_wide):
 
 
 def _scale(builder, pointer):
-    """2^(s - 127) of 16 scale bytes: s is the exponent's field, and 2^-127 is half of the smallest normal number."""
+    """2^(s - 127) of 16 bytes: s is the exponent's field; 2^-127 is half of the smallest normal number."""
     scales = builder.load(builder.bitcast(pointer, VB.as_pointer()), align=1)
     bits = builder.shl(builder.zext(scales, VI), _each(23))
     smallest = _each(1 << 22)
@@ -189,9 +192,9 @@ def _scale(builder, pointer):
 def make_fp4_dot(tokens, tiles):
     """As make_tile_dot, of MXFP4 that becomes f32 in registers: sums of the same bits.
 
-    words: u32 [tile][K/8][16], a lane's word holds 8 features, the first in its lowest bits. scales: u8 [tile][K/32][16].
-    Arguments of what is returned: (words, scales, w_at, tile_stride, x, x_at, x_step, count, out, out_at, out_stride);
-    w_at, tile_stride: in words; count: a multiple of 32.
+    words: u32 [tile][K/8][16], a lane's word holds 8 features, the first in its lowest bits. scales: u8
+    [tile][K/32][16]. Arguments of what is returned: (words, scales, w_at, tile_stride, x, x_at, x_step,
+    count, out, out_at, out_stride); w_at, tile_stride: in words; count: a multiple of 32.
     """
 
     @intrinsic
@@ -206,7 +209,8 @@ def make_fp4_dot(tokens, tiles):
             words, scales, x, out = (
                 _pointer(context, builder, kind, array, at)
                 for kind, array, at in (
-                    (w_kind, words, w_at), (s_kind, scales, builder.sdiv(w_at, quarter)), (x_kind, x, x_at), (out_kind, out, out_at),
+                    (w_kind, words, w_at), (s_kind, scales, builder.sdiv(w_at, quarter)),
+                    (x_kind, x, x_at), (out_kind, out, out_at),
                 )
             )  # fmt: skip
             fma, s_stride = _fma(builder, True), builder.sdiv(tile_stride, quarter)
@@ -283,7 +287,8 @@ def row_dot(typingctx, a, a_at, b, b_at, count):
 
 @intrinsic
 def row_max(typingctx, a, a_at, count):
-    """Largest of count f32 values; -3.4e38 when there are none. A NaN is passed over (it shows in the sum)."""
+    """Largest of count f32 values; -3.4e38 when there are none. A NaN is passed over (it shows in the
+    sum)."""
 
     def codegen(context, builder, signature, args):
         a, a_at, count = args

@@ -1,7 +1,8 @@
 """attend on tensor cores (kernels/cuda/attend_fast.cu): bf16, heads of 64 and 128; other shapes stay plain.
 
-How rows are grouped and how many share a launch change no bit of any row. What does: the units that a row's keys are
-cut into at most (a matter of the card and of G alone), and whether wgmma makes the products (of the arch).
+How rows are grouped and how many share a launch change no bit of any row. What does: the units that a row's
+keys are cut into at most (a matter of the card and of G alone), and whether wgmma makes the products (of the
+arch).
 """
 
 import math
@@ -22,12 +23,12 @@ def piece_size(size):
 
 
 class Shape:
-    """How one call is cut. rows: T. keys: that any row sees. Tuning: splits: units of a row at most; wgmma: products of
-    four warps together, where the arch has them.
+    """How one call is cut. rows: T. keys: that any row sees. Tuning: splits: units of a row at most;
+    wgmma: products of four warps together, where the arch has them.
     """
 
-    def __init__(self, rows, heads, groups, size, slots, sms, is_windowed=False, group=None, splits=None, keys=None,
-                 wgmma=True):  # fmt: skip
+    def __init__(self, rows, heads, groups, size, slots, sms, is_windowed=False, has_sinks=False, group=None,
+                 splits=None, keys=None, wgmma=True):  # fmt: skip
         self.size, self.ratio, self.groups = size, heads // groups, groups
         # A set ends where its slot does: the rows of a slot are taken in equal parts.
         width = rows // slots if rows % slots == 0 else rows
@@ -35,6 +36,7 @@ class Shape:
         most = min(self.most, max(1, 64 // self.ratio))
         self.group = group or -(-width // -(-width // most))
         self.shared = 2 * TILE_ROWS * size + 4 * LEAF * size + 24 * self.most + 4 * TILE_ROWS + 64
+        self.shared += 4 * TILE_ROWS * has_sinks
         # two blocks a multiprocessor, with one for a window, which may begin within a unit
         if splits is None:
             splits = max(1, 2 * sms // groups - 1)
@@ -42,6 +44,7 @@ class Shape:
         units = min(splits, -(-keys // LEAF)) if keys else splits  # of the longest row: of a leaf at least
         self.units = max(1, units) + (is_windowed and splits > 0)
         self.defines = {"HEAD": size, "GROUP": self.most} | ({"RING": 1} if is_windowed else {})
+        self.defines |= {"SINKS": 1} if has_sinks else {}
         if wgmma:
             self.defines["WGMMA"] = 1
 
@@ -51,7 +54,7 @@ class Shape:
         return min(pieces, COUNTERS // (32 * self.groups)) * self.group
 
 
-def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, work, o, waits=True,
+def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, sinks, work, o, waits=True,
            early=True, **tuning):  # fmt: skip
     """Row `attend` of the table; None declines. waits: blocks may wait for each other. early: old keys may be
     asked for before the kernel ahead has ended. tuning: of `Shape`.
@@ -62,7 +65,7 @@ def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, 
         return None
     keys = min(backend.bucket or cached, cached)
     how = {"keys": keys, "wgmma": backend.device.arch in HAS_WGMMA} | tuning
-    shape = Shape(rows, heads, groups, size, slots, backend.sms, bool(window), **how)
+    shape = Shape(rows, heads, groups, size, slots, backend.sms, bool(window), sinks is not None, **how)
     count = shape.rows_a_pass(work.size) if shape.splits else rows  # uncut needs no workspace
     if not count:
         return None
@@ -70,7 +73,8 @@ def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, 
     if waits and shape.splits:
         function = backend.device.function("attend_fast.cu", "attend_fast", shape.defines)
         held = backend.device.holds(function, THREADS, shape.shared)
-    # qkv, which writes the newest keys, lets its successor start late (fast.py): what came before it is there.
+    # qkv, which writes the newest keys, lets its successor start late (fast.py):
+    # what came before it is there.
     early = (cache_k, cache_v) if early and shape.splits and count >= rows else ()
     for first in range(0, rows, count):
         here = slice(first, min(first + count, rows))
@@ -78,8 +82,8 @@ def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, 
         total = len(part[0])
         grid = groups, -(-total // shape.group), shape.units
         args = [
-            part[0], cache_k, cache_v, *part[1:], window, causal, scale, work, o[here], total, heads, groups, cached,
-            shape.ratio, shape.group, shape.splits, shape.units, math.prod(grid) <= held, bool(early),
+            part[0], cache_k, cache_v, *part[1:], window, causal, scale, sinks, work, o[here], total, heads, groups,
+            cached, shape.ratio, shape.group, shape.splits, shape.units, math.prod(grid) <= held, bool(early),
         ]  # fmt: skip
         backend.launch(
             "attend_fast.cu", "attend_fast", grid, THREADS, shape.shared, args, shape.defines,
@@ -89,5 +93,6 @@ def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, 
 
 
 def attend_prompt(backend, *args):
-    """The same for the many rows of a prompt: they fill the card, so their keys stay uncut and nothing is merged."""
+    """The same for the many rows of a prompt: they fill the card, so their keys stay uncut and nothing is
+    merged."""
     return attend(backend, *args, splits=0)

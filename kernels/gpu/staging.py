@@ -1,10 +1,12 @@
-"""Staging: files to the GPU through pinned buffers. Threads read pieces, each into buffers of its own, and copy from there.
+"""Staging: files to the GPU through pinned buffers. Threads read pieces, each into buffers of its own,
+and copy from there.
 
-The GPU reads pinned memory at the full rate of PCIe, mapped files not; and no single thread copies out of the page cache
-that fast. A thread's buffers stay in its core's cache, and it hands nothing to another. Measured from the page cache to packed
-weights (H100, 16 cores, 7.1 GB of Qwen3-8B's shape): 46.7 GB/s, 85 % of the rate of pinned memory alone. With Python's loop in
-place of pump.py's, buffers that the driver allocates, one weight read ahead and copies in the engine's stream it was 30.6;
-bench/NOTES.md has the steps between, of which none alone gave over 34.7.
+The GPU reads pinned memory at the full rate of PCIe, mapped files not; and no single thread copies out of the
+page cache that fast. A thread's buffers stay in its core's cache, and it hands nothing to another. Measured
+from the page cache to packed weights (H100, 16 cores, 7.1 GB of Qwen3-8B's shape): 46.7 GB/s, 85 % of the
+rate of pinned memory alone. With Python's loop in place of pump.py's, buffers that the driver allocates, one
+weight read ahead and copies in the engine's stream it was 30.6; bench/NOTES.md has the steps between,
+of which none alone gave over 34.7.
 """
 
 import ctypes
@@ -68,9 +70,11 @@ class Transfer:
 
 
 class Staging:
-    """The threads and their buffers, on a CudaDevice. Kernels launched on its stream after a `wait` see the copies.
+    """The threads and their buffers, on a CudaDevice. Kernels launched on its stream after a `wait` see the
+    copies.
 
-    Sources have `nbytes` and `read_into(buffer, first)`, which threads call; files also `file` and `start`, see Tensor.
+    Sources have `nbytes` and `read_into(buffer, first)`, which threads call;
+    files also `file` and `start`, see Tensor.
     """
 
     def __init__(self, device):

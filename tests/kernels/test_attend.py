@@ -12,7 +12,8 @@ LENGTHS = [1, 2, 16, 127, 128, 129, 255, 256, 257, 300]  # around the chunks of 
 
 
 def make(ops, rng, pos, heads=(5, 1, 24), begin=None, end=None, window=0, causal=1, room=310, scale=None):
-    """A case with a slot for each row, in shuffled order. begin, end: default the row's own position and the next."""
+    """A case with a slot for each row, in shuffled order. begin,
+    end: default the row's own position and the next."""
     H, G, K = heads
     T = len(pos)
     make = Make(rng, ops.activations)
@@ -22,7 +23,7 @@ def make(ops, rng, pos, heads=(5, 1, 24), begin=None, end=None, window=0, causal
         "slot": rng.permutation(T).astype(np.int32), "pos": pos,
         "begin": pos if begin is None else np.array(begin, np.int32),
         "end": pos + 1 if end is None else np.array(end, np.int32),
-        "window": window, "causal": causal, "scale": K**-0.5 if scale is None else scale,
+        "window": window, "causal": causal, "scale": K**-0.5 if scale is None else scale, "sinks": None,
     }  # fmt: skip
 
 
@@ -45,10 +46,15 @@ def weigh(case):
     scores = case["scale"] * np.einsum("thk,thsk->ths", q, k)
     size = case["scale"] * np.einsum("thk,thsk->ths", abs(q), abs(k))
     any_key = seen.any(-1, keepdims=True)
-    top = np.where(any_key, np.where(seen, scores, -np.inf).max(-1, keepdims=True), 0)
+    sink = (np.full(q.shape[1], -np.inf) if case["sinks"] is None else real(case["sinks"]))[:, None]
+    best = np.maximum(np.where(seen, scores, -np.inf).max(-1, keepdims=True), sink)
+    top = np.where(any_key, best, 0)
     p = np.where(seen, np.exp(np.where(seen, scores - top, 0)), 0)
-    p /= np.where(any_key, p.sum(-1, keepdims=True), 1)
+    rest = np.exp(np.where(any_key, sink - top, 0))
+    total = np.where(any_key, p.sum(-1, keepdims=True) + rest, 1)
+    p /= total
     slack = 2 + 2 * np.where(seen, size, 0).max(-1)  # an error of e in a score is one of e * p in p
+    slack = slack + 2 * (np.where(rest > 0, abs(sink), 0) * rest / total)[..., 0]
     return np.einsum("ths,thsk->thk", p, v), np.einsum("ths,thsk->thk", p, abs(v)) * slack[..., None]
 
 
@@ -59,7 +65,7 @@ def compare(ops, case):
     return got
 
 
-CASE = ["q", "cache_k", "cache_v", "slot", "pos", "begin", "end", "window", "causal", "scale"]
+CASE = ["q", "cache_k", "cache_v", "slot", "pos", "begin", "end", "window", "causal", "scale", "sinks"]
 
 
 @pytest.mark.parametrize("heads", [(9, 3, 64), (5, 1, 24), (4, 4, 80), (16, 8, 128), (3, 1, 13)], ids=str)
@@ -82,7 +88,8 @@ def test_whole_block(ops, rng, context, block, heads):
 @pytest.mark.parametrize("window", [1, 4, 5, 9])
 @pytest.mark.parametrize("block", [1, 3, 8])
 def test_windows_over_a_block(ops, rng, context, window, block):
-    """F19, F65: two-sided windows, and the causal rule whose window bounds the context only; both against a mask."""
+    """F19, F65: two-sided windows, and the causal rule whose window bounds the context only;
+    both against a mask."""
     pos = range(context, context + block)
     ends, begins = [context + block] * block, [context] * block
     compare(ops, make(ops, rng, pos, (3, 1, 32), pos, ends, window, causal=0))

@@ -212,7 +212,8 @@ class StubDriver:
         if not re.match("cu[A-Z]", name):
             return getattr(self.real, name)
         answers = {"cuDeviceGetCount": 1, "cuStreamCreate": self.real.CUstream(7), "cuFuncGetAttribute": 24,
-                   "cuOccupancyMaxActiveBlocksPerMultiprocessor": 2, "cuOccupancyMaxActiveClusters": 30}  # fmt: skip
+                   "cuOccupancyMaxActiveBlocksPerMultiprocessor": 2,
+                   "cuOccupancyMaxActiveClusters": 30}  # fmt: skip
         return lambda *_: (self.real.CUresult.CUDA_SUCCESS, answers.get(name, 0))
 
     def cuDeviceGetAttribute(self, attribute, _):

@@ -219,13 +219,14 @@ def test_dependent_launch_hides_the_predecessor_until_the_wait(device, too_early
 
 @pytest.mark.parametrize("is_early", [False, True])
 def test_of_an_array_read_early_only_what_changed_is_hidden(device, is_early):
-    """Attention's keys: most are of earlier rounds. A cp.async begun before the wait reads what was there then."""
+    """Attention's keys: most are of earlier rounds. A cp.async begun before the wait reads what was there
+    then."""
     x, weight = np.arange(100, dtype=np.float32), np.zeros(100, np.float32)
     for too_early in (1, 2):  # a load, a cp.async
         y, z = np.full(100, 7, np.float32), np.zeros(100, np.float32)
         run(device, "grid.cu", "produce", 4, 32, [x, y, 52], dependent=True)
-        run(device, "grid.cu", "consume", 4, 32, [weight, y, z, 100], defines={"TOO_EARLY": too_early}, dependent=True,
-            early=(y,) if is_early else ())  # fmt: skip
+        run(device, "grid.cu", "consume", 4, 32, [weight, y, z, 100], defines={"TOO_EARLY": too_early},
+            dependent=True, early=(y,) if is_early else ())  # fmt: skip
         assert np.isnan(z[:52]).all() and (y[:52] == 2 * x[:52]).all()
         assert (z[52:] == 7).all() if is_early else np.isnan(z[52:]).all()
 

@@ -47,7 +47,8 @@ def products(case):
 
 
 def terms_of(case):
-    """As of gate_up: every activation's slope is below 1.2, what the up's half is multiplied by its own value."""
+    """As of gate_up: every activation's slope is below 1.2, what the up's half is multiplied by its own
+    value."""
     gate, up, gate_terms, up_terms = products(case)
     times = np.abs(up) + (case["act"] == CLAMPED)
     soft = np.abs(np.where(gate > 0, gate, 0.3))  # |silu|, |gelu|, |g sigmoid(alpha g)| are below
@@ -165,7 +166,8 @@ def test_sees_wrong_kernels(ops, rng):
 
 
 def planted(clamp):
-    """A wrong kernel: gate and up of the clamped activation go through `clamp`; None: before the bias is added."""
+    """A wrong kernel: gate and up of the clamped activation go through `clamp`;
+    None: before the bias is added."""
 
     def function(u, w, bias, expert, first, order, act, limit, alpha, work):
         h = np.zeros((*expert.shape, w.rows // 2))

@@ -1,4 +1,5 @@
-"""attend on tensor cores: that it runs, that no neighbour, order or place shows in a row's bits, what it compiles to.
+"""attend on tensor cores: that it runs, that no neighbour, order or place shows in a row's bits,
+what it compiles to.
 
 What a row sees, and how close it comes to float64, is asked of every variant in test_attend.py.
 """
@@ -31,7 +32,7 @@ def make(rng, pos, heads, slots=1, window=0, causal=1, block=None):
     return {
         "q": make.a(T, H, K), "cache_k": make.a(slots, G, room, K), "cache_v": make.a(slots, G, room, K),
         "slot": (np.arange(T) // -(-T // slots)).astype(np.int32), "pos": pos, "begin": begin, "end": end,
-        "window": window, "causal": causal, "scale": K**-0.5,
+        "window": window, "causal": causal, "scale": K**-0.5, "sinks": None,
     }  # fmt: skip
 
 
@@ -46,8 +47,8 @@ def put(ops, case):
     args = [case[name] for name in CASE]
     for i, value in enumerate(args):
         if np.ndim(value):
-            args[i] = ops.array(value.shape, "A" if value.dtype == np.uint16 else "i32")
-            ops.upload(args[i], value)
+            kinds = {np.uint16: "A", np.int32: "i32", np.float32: "f32"}
+            args[i] = cases.put(ops, value, kinds[value.dtype.type])
     return args
 
 
@@ -90,7 +91,8 @@ def test_the_table_row_runs_fast(ops, rng):
 
 
 VARIANTS = {
-    "the default": {}, "uncut": {"splits": 0}, "units of several leaves": {"splits": 2}, "no wgmma": {"wgmma": False},
+    "the default": {}, "uncut": {"splits": 0}, "units of several leaves": {"splits": 2},
+    "no wgmma": {"wgmma": False},
 }  # fmt: skip
 
 
@@ -108,7 +110,8 @@ def test_one_row_has_the_bits_of_many(ops, rng, variant, window):
 
 
 def test_a_grid_for_few_keys_has_the_same_bits(ops, rng):
-    """What a graph of a context's bucket launches: no units past the keys. With and without a window, which may begin within a unit."""
+    """What a graph of a context's bucket launches: no units past the keys.
+    With and without a window, which may begin within a unit."""
     for context, window in ((120, 0), (1000, 0), (1400, 0), (2300, 0), (1400, 700)):
         case = make(rng, range(context, context + 16), (4, 1, 64), window=window)
         whole = call(ops, case, splits=24)
@@ -118,8 +121,8 @@ def test_a_grid_for_few_keys_has_the_same_bits(ops, rng):
 
 @pytest.mark.parametrize("context, rows, splits", [(3448, 16, 24), (2040, 16, 8), (6100, 4, 30)])
 def test_many_pieces_merge(ops, rng, context, rows, splits):
-    """Units of one and of two leaves, also in one pass, and more pieces than a warp takes at a time; by all blocks, or by
-    the one that came last.
+    """Units of one and of two leaves, also in one pass, and more pieces than a warp takes at a time; by all
+    blocks, or by the one that came last.
     """
     case = make(rng, range(context, context + rows), (4, 1, 64))
     many = call(ops, case, splits=splits)
@@ -142,7 +145,8 @@ def test_more_blocks_than_the_card_holds_do_not_wait(ops, rng, monkeypatch):
 
 
 def test_slots_in_one_pass(ops, rng):
-    """Three slots of five rows each, one of them inactive, at different places; then rows of slots in any order."""
+    """Three slots of five rows each, one of them inactive, at different places;
+    then rows of slots in any order."""
     pos = [*range(100, 105), *[-1] * 5, *range(1380, 1385)]
     case = make(rng, pos, (4, 2, 64), slots=3)
     whole = call(ops, case)
@@ -153,14 +157,16 @@ def test_slots_in_one_pass(ops, rng):
 
 
 def test_what_is_old_for_one_set_is_not_for_the_next(ops, rng):
-    """Seven leaves in four units, then six in six: some blocks have keys of the second set alone, and load them all."""
+    """Seven leaves in four units, then six in six: some blocks have keys of the second set alone,
+    and load them all."""
     case = make(rng, [1000, 1001, 800], (4, 1, 64), slots=2)
     check(case, call(ops, case, splits=6))
 
 
 @pytest.mark.parametrize("garbage", [0xFF, 0x3F, 0x80])
 def test_rows_that_see_nothing_count_on_nothing(ops, rng, garbage, monkeypatch):
-    """A round behind the end of a text has no active row: a group of it has no plan, whatever lies where plans lie."""
+    """A round behind the end of a text has no active row: a group of it has no plan,
+    whatever lies where plans lie."""
     if ops.name == "emulate":
         monkeypatch.setattr(ops.backend.device, "garbage", garbage)
     case = make(rng, [-1] * 30, (4, 1, 64))
@@ -275,10 +281,11 @@ def test_old_keys_are_asked_for_before_the_wait(ops, rng, monkeypatch):
 @pytest.mark.parametrize(
     "arch, wgmma", [(arch, False) for arch in compiler.ARCHES.values()] + [("sm_90a", True)]
 )
-@pytest.mark.parametrize("size, is_windowed", [(64, False), (128, False), (128, True)])
-def test_compiles_without_spills_and_two_blocks_fit(ops, arch, wgmma, size, is_windowed, tmp_path):
+@pytest.mark.parametrize("size, is_windowed, has_sinks", [(64, False, False), (128, False, False), (128, True, False),
+                                                          (64, False, True), (64, True, True), (128, True, True)])  # fmt: skip
+def test_compiles_without_spills_and_two_blocks_fit(ops, arch, wgmma, size, is_windowed, has_sinks, tmp_path):
     """What the compiler adds for alignment counts: 256 bytes once halved the blocks of 16 rows."""
-    shape = attend_fast.Shape(16, 32, 8, size, 1, 132, is_windowed, wgmma=wgmma)
+    shape = attend_fast.Shape(16, 32, 8, size, 1, 132, is_windowed, has_sinks, wgmma=wgmma)
     cubin, log = compiler.compile_cubin(source.find("attend_fast.cu"), arch, shape.defines)
     used = compiler.resources(log)["attend_fast"]
     assert (used.stack, used.spill_stores, used.spill_loads) == (0, 0, 0), f"{shape.defines}: {used}"

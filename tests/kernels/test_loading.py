@@ -1,4 +1,5 @@
-"""Loading without a GPU (tests/fake_card.py): which copies are made, in which order, and how failures are said."""
+"""Loading without a GPU (tests/fake_card.py): which copies are made, in which order,
+and how failures are said."""
 
 import ctypes
 import gc
@@ -82,7 +83,8 @@ def test_what_a_load_takes_is_given_back(opened, rng, small_buffers, is_compiled
 
 
 def written(folder, rng, count=4):
-    """Checkpoint tensors w0, w1 ... in a file, each alone in a list: 50 x 33 u16, which are 4 small pieces."""
+    """Checkpoint tensors w0, w1 ... in a file, each alone in a list:
+    50 x 33 u16, which are 4 small pieces."""
     from safetensors.numpy import save_file
 
     arrays = {f"w{i}": rng.integers(0, 2**16, (50, 33)).astype(np.uint16) for i in range(count)}
@@ -262,7 +264,8 @@ def test_a_read_that_falls_short_goes_on_where_it_ended(
 
 
 def test_copies_and_kernels_wait_for_each_other(opened, rng, small_buffers, tmp_path):
-    """Copies have a stream of their own: behind what used the memory before, and what follows is behind them."""
+    """Copies have a stream of their own: behind what used the memory before,
+    and what follows is behind them."""
     ops, driver = opened()
     ops.weight(written(tmp_path, rng, 1)[0], "matrix")
     mine = ops.backend.device.stream
