@@ -1,8 +1,6 @@
-"""Loading: a sharded safetensors checkpoint of true Qwen3-8B shape from the page cache to packed device
-memory.
+"""Loading: a safetensors checkpoint of true Qwen3-8B shape from the page cache to packed GPU memory.
 
-    python bench/load.py [--rings WAY:MB:THREADS:BUFFERS ...] [--alone N] [--folder F] [--layers 36] [--name
-    load-h100]
+    python bench/load.py [--rings WAY:MB:THREADS:BUFFERS ...] [--alone N] [--folder F] [--layers N]
 
 In one call: the rate of pinned memory to the device; of threads that read the files into such buffers,
 without a device; of the engine's own path (engine.build: read, copy, pack, allocation of both sides
@@ -12,8 +10,8 @@ so many loads of each ring in processes of their own, from before the backend is
 for. With an H100 45 s at most, of which the files' writing takes 10, and 3 s more for each that is alone.
 Writes bench/results/NAME.json, or into $OUT. Both ways side by side:
 
-    python bench/load.py --rings compiled:4:12:2 python:{4,8,16}:12:2 python:8:16:2 --alone 3 --name
-    load-ways-h200
+    python bench/load.py --rings compiled:4:12:2 python:{4,8,16}:12:2 python:8:16:2 --alone 3 --name load-ways
+
 """
 
 import argparse

@@ -39,8 +39,7 @@ def _weighted_values(cache_v, v_at, size, count, work, p_at, out_at):
 
 @jit
 def _with_sink(total, top, sink):
-    """One over a row's sum of e^(score - top) with its sink in it, times what brings all of it to the new
-    maximum."""
+    """One over a row's sum of e^(score - top) with its sink in it, times what brings all of it to the new maximum."""
     best = sink if sink > top else top
     # exp ends at 1e-38, and a sum of values times that is not the zero that is meant
     keep = F(0.0) if top - best < F(-87.3) else exp(top - best)
@@ -48,9 +47,9 @@ def _with_sink(total, top, sink):
 
 
 @jit
-def _attend_head(
-    t, h, q, cache_k, cache_v, s, p, begin, end, window, causal, scale, sinks, ones, work, at, o
-):
+def _attend_head(t, h, q, caches, place, mask, scale, sinks, ones, work, at, o):
+    """place: slot, pos, begin and end of row t."""
+    (cache_k, cache_v), (s, p, begin, end), (window, causal) = caches, place, mask
     heads, groups, rows, size = q.shape[1], cache_k.shape[1], cache_k.shape[2], q.shape[2]
     base = (s * groups + h // (heads // groups)) * rows * size
     first = min(begin, max(0, p - window + 1)) if window else 0
@@ -87,6 +86,7 @@ def _attend_head(
 @jit(parallel=True)
 def _run(q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, sinks, work, o, ones, threads):
     heads, size = q.shape[1], q.shape[2]
+    caches, mask = (cache_k, cache_v), (window, causal)
     items, room = q.shape[0] * heads, CHUNK + 2 * size
     for thread in numba.prange(threads):
         for item in range(thread, items, threads):
@@ -96,27 +96,10 @@ def _run(q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, sink
                     o[t, h, i] = 0
             else:
                 at = np.int64(thread) * room
-                _attend_head(
-                    t, h, q, cache_k, cache_v, np.int64(slot[t]), np.int64(pos[t]), np.int64(begin[t]),
-                    np.int64(end[t]), window, causal, scale, sinks, ones, work, at, o,
-                )  # fmt: skip
+                place = np.int64(slot[t]), np.int64(pos[t]), np.int64(begin[t]), np.int64(end[t])
+                _attend_head(t, h, q, caches, place, mask, scale, sinks, ones, work, at, o)
 
 
-def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, sinks, work, o):
-    _run(
-        q,
-        cache_k,
-        cache_v,
-        slot,
-        pos,
-        begin,
-        end,
-        window,
-        causal,
-        scale,
-        backend.f(sinks),
-        work,
-        o,
-        backend.ones,
-        backend.threads,
-    )
+def attend(backend, *args):
+    *given, sinks, work, o = args
+    _run(*given, backend.f(sinks), work, o, backend.ones, backend.threads)

@@ -9,24 +9,23 @@ from .tiles import lay_tokens, matmul
 
 
 @jit(parallel=True)
-def _run(
-    f, wkv, kv_bias, k_norm, eps, cos, sin, slot, pos, at, cache_k, cache_v, work, none_f, none_i, threads
-):
+def _run(f, wkv, kv_bias, k_norm, eps, tables, address, caches, work, none_f, none_i, threads):
+    (cos, sin), (slot, pos, at), (cache_k, cache_v) = tables, address, caches
     rows = lay_tokens(f, none_i, none_f, 0.0, work, threads)
     y_at, ld = rows * f.shape[1], wkv.shape[0] * 16
     matmul(wkv, rows, work, y_at, ld, threads)
     layers, groups, size = cache_k.shape[0], cache_k.shape[2], cache_k.shape[4]
-    wide = 2 * groups * size
     for layer in numba.prange(layers):
+        first = layer * 2 * groups * size
         for t in range(f.shape[0]):
-            if pos[t] >= 0:
-                keep_kv(work, y_at + t * ld + layer * wide, groups, size, kv_bias, layer * wide,
-                        k_norm, layer * size, eps, cos, sin, pos[t], at[t], cache_k[layer, slot[t]],
-                        cache_v[layer, slot[t]])  # fmt: skip
+            if pos[t] < 0:
+                continue
+            y, k, v = y_at + t * ld + first, cache_k[layer, slot[t]], cache_v[layer, slot[t]]
+            keep_kv(work, y, groups, size, kv_bias, first, k_norm, layer * size, eps, cos, sin, pos[t], at[t],
+                    k, v)  # fmt: skip
 
 
 def inject(backend, f, wkv, kv_bias, k_norm, eps, cos, sin, slot, pos, at, cache_k, cache_v, work):
-    b = backend
+    b, tables, address, caches = backend, (cos, sin), (slot, pos, at), (cache_k, cache_v)
     flat = b.none_f if k_norm is None else k_norm.reshape(-1)
-    _run(f, wkv.data, b.f(kv_bias), flat, eps, cos, sin, slot, pos, at, cache_k, cache_v, work, b.none_f,
-         b.none_i, b.threads)  # fmt: skip
+    _run(f, wkv.data, b.f(kv_bias), flat, eps, tables, address, caches, work, b.none_f, b.none_i, b.threads)

@@ -293,8 +293,9 @@ def _share(work, at, thread, room, limit):
 
 
 @jit(parallel=True)
-def _run(x, pick, slot, pos, norm, eps, w, limit, key, law, ids, logprob, proposed, work, threads):
-    """sample, or propose where `proposed` is not empty: it gets the masses."""
+def _run(x, pick, address, norm, eps, w, limit, dice, ids, logprob, proposed, work, threads):
+    """sample, or propose where `proposed` is not empty: it gets the masses. dice: keys and laws of slots."""
+    (slot, pos), (key, law) = address, dice
     rows = lay_tokens(x, pick, norm, eps, work, threads)
     y_at, ld = rows * x.shape[1], w.shape[0] * 16
     matmul(w, rows, work, y_at, ld, threads)
@@ -319,20 +320,19 @@ def _run(x, pick, slot, pos, norm, eps, w, limit, key, law, ids, logprob, propos
 def sample(backend, x, pick, slot, pos, norm, eps, w, limit, key, law, ids, logprob, work):
     if len(pick):
         logprob = backend.none_pairs if logprob is None else logprob
-        none = backend.none_pairs
-        _run(
-            x, pick, slot, pos, norm, eps, w.data, limit, key, law, ids, logprob, none, work, backend.threads
-        )
+        address, dice, none = (slot, pos), (key, law), backend.none_pairs
+        _run(x, pick, address, norm, eps, w.data, limit, dice, ids, logprob, none, work, backend.threads)
 
 
 def propose(backend, x, pick, slot, pos, norm, eps, w, limit, key, law, ids, mass, work):
     if len(pick):
-        none = backend.none_pairs
-        _run(x, pick, slot, pos, norm, eps, w.data, limit, key, law, ids, none, mass, work, backend.threads)
+        address, dice, none = (slot, pos), (key, law), backend.none_pairs
+        _run(x, pick, address, norm, eps, w.data, limit, dice, ids, none, mass, work, backend.threads)
 
 
 @jit(parallel=True)
-def _run_reject(x, none_i, pos, norm, eps, w, limit, key, law, drafts, drafted, ids, logprob, work, threads):
+def _run_reject(x, none_i, pos, norm, eps, w, limit, dice, drafts, drafted, ids, logprob, work, threads):
+    key, law = dice
     rows = lay_tokens(x, none_i, norm, eps, work, threads)
     y_at, ld = rows * x.shape[1], w.shape[0] * 16
     matmul(w, rows, work, y_at, ld, threads)
@@ -344,10 +344,8 @@ def _run_reject(x, none_i, pos, norm, eps, w, limit, key, law, drafts, drafted, 
             if pos[r] < 0:
                 continue
             begin, n, i = y_at + np.int64(r) * ld, r // width, r % width + 1
-            logits, mine = (
-                work[begin : begin + limit],
-                logprob[r] if len(logprob) else logprob[:0].reshape(-1),
-            )
+            logits = work[begin : begin + limit]
+            mine = logprob[r] if len(logprob) else logprob[:0].reshape(-1)
             draft = np.int64(drafts[n, i]) if i < width else np.int64(-1)
             law_of_draft = drafted[n, min(i, width - 1), :limit]
             position = np.int64(pos[r]) + 1
@@ -355,8 +353,6 @@ def _run_reject(x, none_i, pos, norm, eps, w, limit, key, law, drafts, drafted, 
 
 
 def reject(backend, x, pos, norm, eps, w, limit, key, law, drafts, mass, ids, logprob, work):
-    logprob = backend.none_pairs if logprob is None else logprob
-    _run_reject(
-        x, backend.none_i, pos, norm, eps, w.data, limit, key, law, drafts, mass, ids, logprob, work,
-        backend.threads
-    )  # fmt: skip
+    b, dice = backend, (key, law)
+    logprob = b.none_pairs if logprob is None else logprob
+    _run_reject(x, b.none_i, pos, norm, eps, w.data, limit, dice, drafts, mass, ids, logprob, work, b.threads)
