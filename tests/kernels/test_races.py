@@ -26,6 +26,7 @@ CHECKED = {
     "test_fast_gemm": "emulate and not 4096", "test_fast_bits": "emulate and every_cut" + " and 16-Split" * (not FULL),
     "test_fast_attend": "emulate and (many_pieces and 2040 or slots or later_row)", "test_fast_prefill": "emulate and not long",
     "test_sample": "emulate-f32 and matches_oracle and 17-40-77", "test_plain": "emulate", "test_head": "emulate",
+    "test_sinks": "emulate and (joins_once and 2040 or later_row)",
 }  # fmt: skip
 
 
