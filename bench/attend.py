@@ -1,15 +1,16 @@
 """Attention on a GPU, as a layer calls it: its cuts side by side at each context, and a prompt's rows.
 
-    python bench/attend.py [--heads 32/8/128,9/3/64] [--rows 1,4,16] [--contexts 128,512,2048,8192,32768] [--peers]
-                           [--sinks]
+    python bench/attend.py [--heads 32/8/128,9/3/64] [--rows 1,4,16] [--contexts 128,512,2048,8192,32768]
+        [--peers] [--sinks]
 
-A time is what a call adds to a graph in which calls and a small kernel that reads their output take turns, all with
-dependent launch, each call on another cache of those that together fill 150 MB: the median over replays, less that of
-the small kernels alone. Rows see `context` keys and those of their block before them. A prompt's rows are timed at the
-end of 2,048 positions. Errors are against float64 on the same bits. --peers: scaled_dot_product_attention without a
-mask, query heads of a kv head folded into its rows or not (enable_gqa). --sinks: with one for every query head, as
-gpt-oss (64/8/64) has them; torch goes without. Writes bench/results/attend-CARD.json, of sinks
-attend-sinks-CARD.json (into $OUT where that is set); tables come last. Needs torch.
+A time is what a call adds to a graph in which calls and a small kernel that reads their output take turns,
+all with dependent launch, each call on another cache of those that together fill 150 MB: the median over
+replays, less that of the small kernels alone. Rows see `context` keys and those of their block before them. A
+prompt's rows are timed at the end of 2,048 positions. Errors are against float64 on the same bits. --peers:
+scaled_dot_product_attention without a mask, query heads of a kv head folded into its rows or not
+(enable_gqa). --sinks: one for every query head, as gpt-oss (64/8/64) has them; torch goes without. Writes
+bench/results/attend-CARD.json, with sinks attend-sinks-CARD.json (into $OUT where that is set); tables come
+last. Needs torch.
 """
 
 import argparse
@@ -190,7 +191,8 @@ def compile_one(file, arch, defines):
 
 
 def compile_all(arch, sms, layouts, rows_list, has_sinks):
-    """Every kernel into the disk cache, on all cores: one after the other they would take longer than the runs."""
+    """Every kernel into the disk cache, on all cores: one after the other they would take longer than the
+    runs."""
     jobs = {}
     for heads in layouts:
         todo = [(rows, tuning) for rows in rows_list for tuning in VARIANTS.values()]
@@ -240,7 +242,8 @@ def main():
         how = {what: tuned(heads, rows, variants[what], backend.sms) for what in tried}
         best = min(tried, key=tried.get)
         results.append({
-            "heads": heads, "rows": rows, "context": context, "bytes": case.bytes, "best": best, "us": tried[best],
+            "heads": heads, "rows": rows, "context": context, "bytes": case.bytes, "best": best,
+            "us": tried[best],
             "of_copy": case.bytes / tried[best] / 1e3 / copy, "variants_us": tried, "small_us": case.small_us,
             "torch_us": case.peers(args.replays) if args.peers else None,
             "error_over_terms": {what: case.error(how[what]) for what in tried if rows <= 16},
@@ -250,8 +253,8 @@ def main():
         worst = max((last["error_over_terms"][what] for what in tried if rows <= 16), default=0)
         bits = "same" if all(last["own_bits"].values()) else f"DIFFER {last['own_bits']}"
         table.append(
-            f"{heads!s:13} {context:6} {rows:4} rows {tried[best]:8.2f} us {last['of_copy']:5.2f} of copy: {best}  "
-            f"error {worst:.1e}  bits {bits}"
+            f"{heads!s:13} {context:6} {rows:4} rows {tried[best]:8.2f} us {last['of_copy']:5.2f} of copy: "
+            f"{best}  error {worst:.1e}  bits {bits}"
         )
         times = "; ".join(f"{tried[what]:.2f} {what}" for what in sorted(tried, key=tried.get))
         print(f"{table[-1]}\n  {times}  {last['torch_us'] or ''}", flush=True)

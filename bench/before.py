@@ -1,11 +1,14 @@
 """Rounds of two checkouts in turn, each in a process of its own: is the newer one slower?
 
-    python bench/before.py OLD [--backend cuda] [--shapes qwen3-8b ...] [--context 2048] [--times 24] [--name before]
+    python bench/before.py OLD [--backend cuda] [--shapes qwen3-8b ...] [--context 2048] [--times 24]
+        [--name before]
 
-OLD: folder of another checkout (git worktree add OLD COMMIT). A shape is one of bench/shapes.py with random weights, or
-`embedded`: the default pair. Every part is timed --times times in each checkout, old and new in turn, after warming up,
-in each of --processes pairs of processes: where a process lies in memory moves SmolLM2's times by 1 %. Writes medians, ranges and the median of the ratios, pair by pair, to bench/results/NAME.json. Exit code 1 when a part's
-median ratio is above --allowed.
+OLD: folder of another checkout (git worktree add OLD COMMIT). A shape is one of bench/shapes.py with random
+weights, or
+`embedded`: the default pair. Every part is timed --times times in each checkout, old and new in turn, after
+warming up, in each of --processes pairs of processes: where a process lies in memory moves SmolLM2's times by
+1 %. Writes medians, ranges and the median of the ratios, pair by pair, to bench/results/NAME.json.
+Exit code 1 when a part's median ratio is above --allowed.
 """
 
 import argparse
@@ -122,7 +125,8 @@ def main():
     parser.add_argument("--name", default="before")
     args = parser.parse_args()
     of_old = args.old_commit or subprocess.run(
-        [sys.executable, str(Path(args.old) / "bench" / "record.py")], capture_output=True, text=True, check=False
+        [sys.executable, str(Path(args.old) / "bench" / "record.py")], capture_output=True, text=True,
+        check=False
     ).stdout.strip()  # fmt: skip
     found = {
         "old_commit": of_old or None,

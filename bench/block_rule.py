@@ -1,10 +1,12 @@
-"""Would block verification keep more drafts than rejection row by row? Expected lengths of both on the same drafts.
+"""Would block verification keep more drafts than rejection row by row? Expected lengths of both on the same
+drafts.
 
     python bench/block_rule.py [--texts 12] [--tokens 120] [--name block-rule]
 
-Rounds of --accept reject on the embedded pair; after each one the target's and the drafter's laws are read back and the
-expected number of kept drafts is computed exactly, for both rules, from the round's own drafts. Beside them what a round of
-sample-and-match keeps, where drafts are the likeliest tokens. Source of the block rule: arXiv 2403.10444 (dflash.md 4.2).
+Rounds of --accept reject on the embedded pair; after each one the target's and the drafter's laws are read
+back and the expected number of kept drafts is computed exactly, for both rules, from the round's own drafts.
+Beside them what a round of sample-and-match keeps, where drafts are the likeliest tokens.
+Source of the block rule: arXiv 2403.10444 (dflash.md 4.2).
 """
 
 import argparse
@@ -53,7 +55,8 @@ def main():
             row, block = np.mean(lengths, axis=0)
             found.append({
                 "law": law, "verify": verify, "rounds": len(lengths), "kept_row_by_row": round(float(row), 3),
-                "kept_block_rule": round(float(block), 3), "kept_measured": {k: round(float(np.mean(v)), 3) for k, v in kept.items()},
+                "kept_block_rule": round(float(block), 3),
+                "kept_measured": {k: round(float(np.mean(v)), 3) for k, v in kept.items()},
             })  # fmt: skip
             print(found[-1], flush=True)
     print(record.write(args.name, {"results": found}))

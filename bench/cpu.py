@@ -54,7 +54,8 @@ def costs(engine, widths=(1, 4, 8, 16), context=64):
 
 
 def read_bytes(engine):
-    """Bytes of weights that one pass of the target reads: all matrices; of a tied table, once, as the head."""
+    """Bytes of weights that one pass of the target reads: all matrices;
+    of a tied table, once, as the head."""
     model = engine.target
     weights = [w for layer in model.layers for w in layer.values()] + [model.head]
     return sum(w.nbytes for w in weights)
@@ -82,8 +83,10 @@ def main():
         for prompt, one in zip(some, measured, strict=False):
             plain, auto = median(one["plain"]), median(one["drafted"])
             found["prompts"].append({
-                "id": prompt["id"], "plain_tokens_per_s": round(plain, 1), "auto_tokens_per_s": round(auto, 1),
-                "auto_over_plain": round(auto / plain, 3), "tau_auto": round(one["tau"], 2), "is_lossless": one["same"],
+                "id": prompt["id"], "plain_tokens_per_s": round(plain, 1),
+                "auto_tokens_per_s": round(auto, 1),
+                "auto_over_plain": round(auto / plain, 3), "tau_auto": round(one["tau"], 2),
+                "is_lossless": one["same"],
             })  # fmt: skip
             print(found["prompts"][-1], flush=True)
     found["kinds"] = by_kind

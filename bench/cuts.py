@@ -1,4 +1,5 @@
-"""Which cuts of a skinny product are worth a try on a GPU, and the search among them: ranked by a model, then timed."""
+"""Which cuts of a skinny product are worth a try on a GPU, and the search among them:
+ranked by a model, then timed."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,8 @@ def has_registers(cut):
 
 
 def model_us(cut, outputs, cols, sms):
-    """A guess, for ranking: the busiest block's stream or the ends of its tiles, its tokens, one end and a start."""
+    """A guess, for ranking: the busiest block's stream or the ends of its tiles, its tokens,
+    one end and a start."""
     tiles, chunks = fast.tiles_of(outputs), -(-cols // split.CHUNK)
     rounds = -(-tiles // max(1, cut.groups(sms)))
     deepest = -(-chunks // cut.slices)
@@ -61,7 +63,8 @@ def kinds_of(ranked):
 
 
 def variants(best, cols):
-    """What differs from cuts that did well in one thing: depth, who ends tiles, where slices meet, early launch."""
+    """What differs from cuts that did well in one thing: depth, who ends tiles, where slices meet,
+    early launch."""
     found = []
     for cut in best:
         for chunks, ahead in DEPTHS:
@@ -91,7 +94,8 @@ def compile_all(arch, kernels):
 
 
 def search(arch, shapes, sms, timed, is_late):
-    """{shape: {cut: us}}. timed(cut, outputs, cols) -> us or None; is_late(share): that share of the time is spent."""
+    """{shape: {cut: us}}. timed(cut, outputs, cols) -> us or None; is_late(share):
+    that share of the time is spent."""
     firsts = {shape: first_cuts(*shape, sms) for shape in shapes}
     compile_all(arch, {kernel_of(cut) for cuts in firsts.values() for cut in cuts})
     found = {shape: {} for shape in shapes}

@@ -1,8 +1,10 @@
-"""What a draw costs by itself: the ends of sample, propose and reject on logits that are there, 16 rows of a vocabulary.
+"""What a draw costs by itself: the ends of sample, propose and reject on logits that are there,
+16 rows of a vocabulary.
 
     python bench/draw.py [--rows 16] [--vocab 151936] [--backend cuda] [--name draw-h100]
 
-Logits are normal with the spread of a language model's, or flat. Medians of back-to-back calls in one program.
+Logits are normal with the spread of a language model's, or flat. Medians of back-to-back calls in one
+program.
 """
 
 import argparse

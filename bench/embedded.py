@@ -1,8 +1,10 @@
 """`minidflash bench` of the embedded pair over bench/prompts.jsonl, as a file of results.
 
-    python bench/embedded.py [--backend cuda] [--tokens 256] [--repeat 2] [--prompt TEXT] [--name embedded-h100]
+    python bench/embedded.py [--backend cuda] [--tokens 256] [--repeat 2] [--prompt TEXT]
+        [--name embedded-h100]
 
-Speed with and without the drafter by kind of prompt, or of one prompt. Writes bench/results/NAME.json, or into $OUT.
+Speed with and without the drafter by kind of prompt, or of one prompt.
+Writes bench/results/NAME.json, or into $OUT.
 """
 
 import argparse

@@ -1,11 +1,13 @@
-"""The skinny matrix product on a GPU: the cuts worth a try, side by side; cuBLAS (torch) and a plain copy as peers.
+"""The skinny matrix product on a GPU: the cuts worth a try, side by side;
+cuBLAS (torch) and a plain copy as peers.
 
     python bench/gemm.py [--shapes 6144x4096,4096x4096] [--rows 1,8,16] [--seconds 100]
 
-A time is per launch: the median over replays of one graph of many launches, each on another of the weights that
-together fill 300 MB (over twice the L2). Random weights and tokens. Cuts are compared at 16 rows with dependent launch,
-by the same kernel that decoding uses (linear_add_fast); the best is then run at all row counts, with and without it.
-Writes bench/results/gemm-CARD.json (into $OUT where that is set); last come the table and lines for cuts.csv. Needs torch.
+A time is per launch: the median over replays of one graph of many launches, each on another of the weights
+that together fill 300 MB (over twice the L2). Random weights and tokens. Cuts are compared at 16 rows with
+dependent launch, by the same kernel that decoding uses (linear_add_fast); the best is then run at all row
+counts, with and without it. Writes bench/results/gemm-CARD.json (into $OUT where that is set);
+last come the table and lines for cuts.csv. Needs torch.
 """
 
 import argparse
@@ -58,13 +60,14 @@ class Bench(Backend):
             weight.data_ptr(), tokens.data_ptr(), None, None, x.data_ptr(), None, self.work.data_ptr(),
             self.work.data_ptr() + 4 * COUNTERS, rows, outputs, cols, cut.slices, 0, 0,
         ]  # fmt: skip
-        self.device.launch(
+        self.on_device(
             function, cut.grid(tiles, self.device.sms), cut.threads, cut.shared(cols, token_tiles), args,
-            cluster=cut.cluster_blocks, dependent=dependent, stream=torch.cuda.current_stream().cuda_stream,
+            cluster=cut.cluster_blocks, dependent=dependent,
         )  # fmt: skip
 
     def product(self, cut, rows, outputs, cols, replays, dependent=False):
-        """Microseconds of our product; passes of fewer rows where shared memory asks for them. None: spills."""
+        """Microseconds of our product; passes of fewer rows where shared memory asks for them.
+        None: spills."""
         passes = cut.passes(cols, rows)
         functions = [self.function(cut, cut.token_tiles(count)) for _, count in passes]
         if None in functions:
@@ -90,16 +93,16 @@ class Bench(Backend):
         return timed(launches, replays)
 
     def error(self, cut, rows, outputs, cols):
-        """Worst |error| over sum|terms| against float64, on packed weights, through the whole kernel. None: spills."""
+        """Worst |error| over sum|terms| against float64, on packed weights, through the whole kernel.
+        None: spills."""
         outputs = min(outputs, 8192)
         plain = self.pool[: outputs * cols].view(outputs, cols)
         tiles, chunks = fast.tiles_of(outputs), -(-cols // split.CHUNK)
         packed = torch.empty(tiles * chunks * 512, device="cuda", dtype=torch.bfloat16)
         pack = self.device.function("pack.cu", "pack")
-        stream = torch.cuda.current_stream().cuda_stream
         bottom = plain.data_ptr() + 16 * cols
-        args = [plain.data_ptr(), bottom, packed.data_ptr(), outputs, outputs - 8, 16, tiles, cols]
-        self.device.launch(pack, -(-tiles * chunks * 32 // 256), 256, 0, args, stream=stream)
+        args = [plain.data_ptr(), bottom, packed.data_ptr(), outputs, outputs - 8, 16, tiles, cols, 0]
+        self.on_device(pack, -(-tiles * chunks * 32 // 256), 256, 0, args)
         tokens = self.tokens[: rows * cols].view(rows, cols)
         x = torch.zeros(rows * outputs, device="cuda", dtype=torch.bfloat16)
         for here, count in cut.passes(cols, rows):

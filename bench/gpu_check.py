@@ -1,11 +1,12 @@
-"""Is the cuda backend right on this card? Kernel tests, golden pairs, sampling, the embedded pair, planted faults; one table
-and one JSON file.
+"""Is the cuda backend right on this card? Kernel tests, golden pairs, sampling, the embedded pair, planted
+faults; one table and one JSON file.
 
     python bench/gpu_check.py [--only kernels golden sampling pair tau faults] [--commit C] [--seconds 500]
 
-Needs a GPU, the packages of the extras `cuda` and `test`, no network. Golden data is read from tests/golden and
-MINIDFLASH_GOLDEN, the embedded pair's target from MINIDFLASH_CACHE. Writes bench/results/gpu-check-CARD.json, or into
-$OUT. Exit code 1 when something is wrong. Parts that --seconds leaves no time for are named, not passed over.
+Needs a GPU, the packages of the extras `cuda` and `test`, no network. Golden data is read from tests/golden
+and MINIDFLASH_GOLDEN, the embedded pair's target from MINIDFLASH_CACHE. Writes
+bench/results/gpu-check-CARD.json, or into $OUT. Exit code 1 when something is wrong.
+Parts that --seconds leaves no time for are named, not passed over.
 """
 
 import argparse
@@ -155,7 +156,8 @@ def exact_pair(g):
 
 
 def bf16_pair(g, **options):
-    """bf16 activations: drafted text is plain text for every width; golden ids up to the first close margin."""
+    """bf16 activations: drafted text is plain text for every width;
+    golden ids up to the first close margin."""
     engine = md.load(backend="cuda", activations="bf16", ctx=512, **options)
     wrong, taus, runs = [], [], 0
     for p in range(6):
@@ -179,7 +181,8 @@ def bf16_pair(g, **options):
 
 
 def tau_pair(count, tokens):
-    """tau of bf16 beside f32 activations over many prompts, all rounds of each taken together, at block 16."""
+    """tau of bf16 beside f32 activations over many prompts, all rounds of each taken together,
+    at block 16."""
     prompts = read_prompts()[:count]
     taus = {}
     for activations in ("f32", "bf16"):

@@ -1,12 +1,13 @@
-"""Every kernel of a layer on a GPU as decoding calls it: norm, bias, heads, SwiGLU, argmax and all; peers beside it.
+"""Every kernel of a layer on a GPU as decoding calls it: norm, bias, heads, SwiGLU, argmax and all;
+peers beside it.
 
     python bench/kernels.py [--rows 1,4,16,32,128] [--models qwen3-8b,qwen3-4b,llama-3.1-8b] [--replays 8]
 
-A time is per call with dependent launch: the median over replays of one graph of many calls, each on other weights
-(300 MB in all, or as much as the pool holds). "bare" is linear_add with the same weights and cut; cuBLAS is torch's
-product with them; the error is the bare product's worst over sum|terms| against float64. Attention is at 2,048 keys, as
-bench/attend.py times it. Writes bench/results/kernels-CARD.json (into $OUT where that is set); the table comes last.
-Needs torch.
+A time is per call with dependent launch: the median over replays of one graph of many calls, each on other
+weights (300 MB in all, or as much as the pool holds). "bare" is linear_add with the same weights and cut;
+cuBLAS is torch's product with them; the error is the bare product's worst over sum|terms| against float64.
+Attention is at 2,048 keys, as bench/attend.py times it. Writes bench/results/kernels-CARD.json (into $OUT
+where that is set); the table comes last. Needs torch.
 """
 
 import argparse
@@ -108,7 +109,8 @@ def products(bench, models, row_counts, replays):
                 cut = split.choose(outputs, cols, bench.sms, whole=name == "head")
                 yield {
                     "model": model, "row": name, "outputs": outputs, "cols": cols, "rows": rows, "us": us,
-                    "bytes": 2 * outputs * cols, "bare_us": bench.product(cut, rows, outputs, cols, replays, True),
+                    "bytes": 2 * outputs * cols,
+                    "bare_us": bench.product(cut, rows, outputs, cols, replays, True),
                     "cublas_us": bench.cublas(rows, outputs, cols, replays), "cut": cuts.words(cut),
                     "error_over_terms": bench.error(cut, rows, outputs, cols) if rows <= 32 else None,
                 }  # fmt: skip
@@ -133,7 +135,8 @@ def line(found, copy):
     size = "x".join(str(found[key]) for key in ("outputs", "cols")) if "cols" in found else "2048 keys"
     peers = ""
     if found.get("bare_us"):  # None where the bare product's cut does not fit so many rows
-        peers = f"{found['us'] / found['bare_us']:5.2f} x bare, cuBLAS {found['cublas_us'] / found['bare_us']:5.2f} x bare"
+        bare = found["bare_us"]
+        peers = f"{found['us'] / bare:5.2f} x bare, cuBLAS {found['cublas_us'] / bare:5.2f} x bare"
     return (
         f"{found['model']:12} {found['row']:8} {size:13} {found['rows']:3} rows {found['us']:8.2f} us "
         f"{found['of_copy']:5.2f} of copy {peers} {found.get('cut', '')}"

@@ -1,10 +1,12 @@
-"""Who starts the next round: the host, one kernel or one graph at a time, or the GPU, in a WHILE node around the round.
+"""Who starts the next round: the host, one kernel or one graph at a time, or the GPU,
+in a WHILE node around the round.
 
     python bench/loops.py [--shapes smollm2-135m qwen3-8b] [--rounds 20] [--repeat 10] [--name loops]
 
-Each way runs the same rounds of 16 rows from the same context, as the loop does on a GPU: the host starts a round before
-it reads the last one's record. Milliseconds a round, on the GPU, from the begin of the first to the end of the last; all
-must commit the same ids. A WHILE's records come through a ring in pinned memory. Writes bench/results/NAME.json.
+Each way runs the same rounds of 16 rows from the same context, as the loop does on a GPU: the host starts a
+round before it reads the last one's record. Milliseconds a round, on the GPU, from the begin of the first to
+the end of the last; all must commit the same ids. A WHILE's records come through a ring in pinned memory.
+Writes bench/results/NAME.json.
 """
 
 import argparse
@@ -57,11 +59,12 @@ def load_go(gpu):
     image = np.frombuffer(linked(gpu.arch), np.uint8)
     module = gpu.do(gpu.driver.cuModuleLoadData(image.ctypes.data))
     handle = gpu.do(gpu.driver.cuModuleGetFunction(module, b"go"))
-    return CudaFunction("go", source.parameters(GO.read_text(), "go"), handle, 0, 0, 0)
+    return CudaFunction("go", source.parameters(GO.read_text(), "go"), handle, 0, 0)
 
 
 class While:
-    """A round (a Replay) in a WHILE node. rounds: at most so many; records: what they left, in pinned memory."""
+    """A round (a Replay) in a WHILE node. rounds: at most so many;
+    records: what they left, in pinned memory."""
 
     def __init__(self, backend, program, s, rounds):
         import cupy

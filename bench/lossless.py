@@ -1,13 +1,16 @@
-"""The full lossless run: drafted ids against plain ids, no exceptions allowed; greedy, or with --seeds sampled.
+"""The full lossless run: drafted ids against plain ids, no exceptions allowed;
+greedy, or with --seeds sampled.
 
-    python bench/lossless.py [--prompts 20] [--tokens 256] [--backend numba] [--activations f32] [--name lossless-cpu]
+    python bench/lossless.py [--prompts 20] [--tokens 256] [--backend numba] [--activations f32]
+        [--name lossless-cpu]
     python bench/lossless.py --seeds 50 --tokens 128 --blocks 16 --chunks 256 --name lossless-sampled-cpu
-    python bench/lossless.py --seeds 200 --tokens 40 --blocks 16 --chunks 64 --pairs dflash-llama-tiny ... --name ...
+    python bench/lossless.py --seeds 200 --tokens 40 --blocks 16 --chunks 64 --pairs dflash-llama-tiny ...
+        --name ...
 
-Every prompt of the embedded pair, with its own and the replay drafter (tests/replay.py), blocks 4, 8, 16, verify 3, all,
-auto, two prefill chunks. --seeds N: N sampled texts of each pair (embedded, or a name of tests/test_lossless.py), by turns
-with three laws. Writes bench/results/NAME.json after each prompt and goes on from there when it was stopped (same commit,
-same words). Exit code 1 when a token differs.
+Every prompt of the embedded pair, with its own and the replay drafter (tests/replay.py), blocks 4, 8, 16,
+verify 3, all, auto, two prefill chunks. --seeds N: N sampled texts of each pair (embedded, or a name of
+tests/test_lossless.py), by turns with three laws. Writes bench/results/NAME.json after each prompt and goes
+on from there when it was stopped (same commit, same words). Exit code 1 when a token differs.
 """
 
 import argparse
@@ -150,7 +153,8 @@ def together(known, row):
 
 
 def one_prompt(engines, prompt, args, seed, law):
-    """All runs of one prompt. Returns counts, the plain ids' number, and the first difference of each differing run."""
+    """All runs of one prompt. Returns counts, the plain ids' number,
+    and the first difference of each differing run."""
     runs, compared, differing, tau, tokens = 0, 0, [], {}, args.tokens
     seen = {"own": Counter(), "replay": Counter()}
     known = None
@@ -187,7 +191,8 @@ def one_prompt(engines, prompt, args, seed, law):
         greedy = md.generate(engine, ids, max_tokens=tokens, drafter=None, ignore_eos=True).tokens
         sampled["unlike_greedy"] = int(greedy != known[:tokens])
     return {
-        "runs": runs, "tokens": compared, "prompt_tokens": len(ids), "differing": differing, **sampled, "tau_own": tau,
+        "runs": runs, "tokens": compared, "prompt_tokens": len(ids), "differing": differing, **sampled,
+        "tau_own": tau,
         "accepted_own": counts(seen["own"]), "accepted_replay": counts(seen["replay"]),
     }  # fmt: skip
 

@@ -1,7 +1,8 @@
 """What bench/MEASURED.md says of each kind of result: a function a section, which yields lines.
 
-Every number of a section comes out of the results it is given, verdicts too: so many of so many. A section whose result
-is refused (bench/quote.py), or that counted nothing, is left out as a whole. bench/report.py puts them together.
+Every number of a section comes out of the results it is given, verdicts too: so many of so many. A section
+whose result is refused (bench/quote.py), or that counted nothing, is left out as a whole.
+bench/report.py puts them together.
 """
 
 from quote import at, begin, of, of_card, prose, source, table
@@ -50,11 +51,11 @@ def cpu_speed(results):
     yield from prose(
         f"{of(same, len(found['prompts']), 'prompts gave the plain text')}. A verify pass takes "
         f"{costs['verify_1_ms']:.1f} / {costs['verify_4_ms']:.1f} / {costs['verify_8_ms']:.1f} / "
-        f"{costs['verify_16_ms']:.1f} ms at 1 / 4 / 8 / 16 rows (16 over 1: {costs['rows_16_over_1']:.2f}; one row reads "
-        f"weights at {costs['weights_gb_per_s_at_1']:.0f} GB/s), a draft {costs['draft_ms']:.1f} ms, an injection "
-        f"{costs['inject_ms']:.2f} ms: a whole block breaks even at tau {costs['break_even_tau_at_16']:.2f}. Loading takes "
-        f"{found['load_s']:.1f} s, the kernels {found['jit_s']:.1f} s from the disk cache; peak memory "
-        f"{found['peak_rss_mib']} MiB."
+        f"{costs['verify_16_ms']:.1f} ms at 1 / 4 / 8 / 16 rows (16 over 1: {costs['rows_16_over_1']:.2f}; "
+        f"one row reads weights at {costs['weights_gb_per_s_at_1']:.0f} GB/s), a draft "
+        f"{costs['draft_ms']:.1f} ms, an injection {costs['inject_ms']:.2f} ms: a whole block breaks even at "
+        f"tau {costs['break_even_tau_at_16']:.2f}. Loading takes {found['load_s']:.1f} s, the kernels "
+        f"{found['jit_s']:.1f} s from the disk cache; peak memory {found['peak_rss_mib']} MiB."
     )
 
 
@@ -116,8 +117,8 @@ def lossless(results, where, names):
             f"{settings['seeds']} seeds of each pair" if settings.get("seeds") else f"{len(prompts)} prompts"
         )
         what = (
-            f"{'sampled' if settings.get('seeds') else 'greedy'}, {settings['activations']}: {pairs}; {texts}, "
-            f"{settings['tokens']} tokens, blocks {', '.join(map(str, settings['blocks']))}"
+            f"{'sampled' if settings.get('seeds') else 'greedy'}, {settings['activations']}: {pairs}; "
+            f"{texts}, {settings['tokens']} tokens, blocks {', '.join(map(str, settings['blocks']))}"
         )
         seen, block = found["accepted_at_block_16_replay"], max(settings["blocks"])
         yield (
@@ -160,9 +161,9 @@ def whole_rounds(results, card):
     )  # fmt: skip
     yield ""
     yield from prose(
-        f"Injecting 16 rows into the drafter's caches at context 2048 takes {some['inject']:.2f} ms, a prompt of "
-        f"{prefill['tokens']} tokens {prefill['ms']:.0f} ms; between two rounds of the loop the GPU waits "
-        f"{shape['host_gap_us']:.1f} us."
+        f"Injecting 16 rows into the drafter's caches at context 2048 takes {some['inject']:.2f} ms, a "
+        f"prompt of {prefill['tokens']} tokens {prefill['ms']:.0f} ms; between two rounds of the loop the "
+        f"GPU waits {shape['host_gap_us']:.1f} us."
     )
     if "lossless" in shape:
         same = shape["lossless"]
@@ -205,10 +206,11 @@ def loops(results, card):
     found = of_card(results, "loops", card)
     shapes = {name: one for name, one in found.items() if isinstance(one, dict) and "is_same" in one}
     ways = list(dict.fromkeys(way for one in shapes.values() for way in one["ms"]))
+    same = sum(one["is_same"] for one in shapes.values())
     yield from begin("Who starts the next round", found)
     yield from prose(
-        f"ms a round of 16 rows from context {found['context']}, {found['rounds']} on end, each record read by the "
-        f"host; {of(sum(one['is_same'] for one in shapes.values()), len(shapes), 'shapes gave the same ids in all ways')}."
+        f"ms a round of 16 rows from context {found['context']}, {found['rounds']} on end, each record read "
+        f"by the host; {of(same, len(shapes), 'shapes gave the same ids in all ways')}."
     )
     yield ""
     rows = (
@@ -240,9 +242,9 @@ def loading(results, card):
     yield from begin("Loading", found)
     yield from prose(
         f"{found['gb']:.1f} GB of safetensors from the page cache to packed device memory take "
-        f"{found['gb'] / best['gb_per_s']:.2f} s: {best['gb_per_s']:.1f} GB/s, {best['of_pinned']:.0%} of the "
-        f"{found['pinned_gb_per_s']:.1f} GB/s from pinned memory in the same run ({best['threads']} threads, "
-        f"{best['piece_mb']} MB a piece)."
+        f"{found['gb'] / best['gb_per_s']:.2f} s: {best['gb_per_s']:.1f} GB/s, {best['of_pinned']:.0%} of "
+        f"the {found['pinned_gb_per_s']:.1f} GB/s from pinned memory in the same run ({best['threads']} "
+        f"threads, {best['piece_mb']} MB a piece)."
     )
 
 
@@ -270,10 +272,11 @@ def peer(results, card):
     )
     prompt = found["dflash_prefill_ms"]["median"]
     yield from prose(
-        f"A step of the public dflash {found['dflash']} loop takes {step:.1f} ms, {step / ms['round_16']:.1f} times our "
-        f"round; a token of transformers' own generate {token:.1f} ms, {token / ms['plain_round']:.1f} times our plain "
-        f"round; the prompt's pass {prompt:.0f} ms, ours {prefill['ms']:.0f} ms of {prefill['tokens']} tokens (torch "
-        f"{versions['torch']}, transformers {versions['transformers']})."
+        f"A step of the public dflash {found['dflash']} loop takes {step:.1f} ms, "
+        f"{step / ms['round_16']:.1f} times our round; a token of transformers' own generate {token:.1f} ms, "
+        f"{token / ms['plain_round']:.1f} times our plain round; the prompt's pass {prompt:.0f} ms, ours "
+        f"{prefill['ms']:.0f} ms of {prefill['tokens']} tokens (torch {versions['torch']}, "
+        f"transformers {versions['transformers']})."
     )
 
 
@@ -293,7 +296,8 @@ def products(results, card):
     def row(model, name, by):
         one = by[16]
         return (
-            model, name, f"{one['outputs']} x {one['cols']}", f"{one['bytes'] / 1e6:.0f}", f"{by[1]['us']:.1f}",
+            model, name, f"{one['outputs']} x {one['cols']}", f"{one['bytes'] / 1e6:.0f}",
+            f"{by[1]['us']:.1f}",
             f"{one['us']:.1f}", f"{one['bare_us']:.1f}",
             f"{one['bytes'] / one['bare_us'] / 1e3 / found['copy_gb_s']:.0%}", f"{one['cublas_us']:.1f}",
             f"{one['cublas_us'] / one['bare_us']:.2f}",
@@ -364,7 +368,8 @@ def sections(results):
     """(heading, its sections) of every machine."""
     yield "CPU", [
         cpu_speed(results), pair_speed(results, "cpu-high-tau", "Where drafts fit"),
-        lossless(results, "CPU", ["lossless-cpu", *(f"{name}-cpu" for name in SAMPLED)]), block_rule(results), soak(results),
+        lossless(results, "CPU", ["lossless-cpu", *(f"{name}-cpu" for name in SAMPLED)]), block_rule(results),
+        soak(results),
     ]  # fmt: skip
     for card in CARDS:
         texts = [f"{name}-{card}" for name in ("lossless-embedded", *SAMPLED)]
@@ -374,8 +379,8 @@ def sections(results):
         yield f"GPU: {card.upper()}", [
             whole_rounds(results, card), other_shapes(results, card), loops(results, card),
             *(timeline(results, name, shape) for name, shape in stamped.items()), loading(results, card),
-            prompt_products(results, card), peer(results, card), products(results, card), attention(results, card),
-            pair_speed(results, f"embedded-{card}", "Embedded pair"),
+            prompt_products(results, card), peer(results, card), products(results, card),
+            attention(results, card), pair_speed(results, f"embedded-{card}", "Embedded pair"),
             lossless(results, card.upper(), texts),
             *(checks(results, name) for name in results.names(f"gpu-check-*{card}")),
             *(sanitizer(results, name) for name in results.names(f"sanitizer-*{card}")),

@@ -1,4 +1,5 @@
-"""What the GPU benches share: our kernels over torch's memory and streams, a graph's time, the copy they are held against."""
+"""What the GPU benches share: our kernels over torch's memory and streams, a graph's time,
+the copy they are held against."""
 
 import sys
 from pathlib import Path
@@ -38,8 +39,12 @@ class Backend:
         function = self.device.function(file, kernel, defines)
         self.spills |= bool(function.local_bytes)
         args = [a.tensor.data_ptr() if isinstance(a, Buffer) else a for a in args]
-        stream = torch.cuda.current_stream().cuda_stream
-        self.device.launch(function, grid, block, shared, args, stream=stream, **how)
+        self.on_device(function, grid, block, shared, args, **how)
+
+    def on_device(self, function, *args, **how):
+        """A launch in torch's current stream."""
+        self.device.use(self.device.driver.CUstream(torch.cuda.current_stream().cuda_stream))
+        self.device.launch(function, *args, **how)
 
 
 def timed(calls, replays):
@@ -66,8 +71,8 @@ def timed(calls, replays):
 def copy_gb_s(pool=None, nbytes=2**30):
     """GB/s of a copy of `nbytes`, read and written counted: the better of the driver's and a kernel's.
 
-    pool: a tensor whose halves are used where they are so large; else fresh memory. A smaller copy fits half into L2
-    or ends before the memory is at its pace (512 MB: 2425 GB/s where 1 GiB reaches 2960).
+    pool: a tensor whose halves are used where they are so large; else fresh memory. A smaller copy fits half
+    into L2 or ends before the memory is at its pace (512 MB: 2425 GB/s where 1 GiB reaches 2960).
     """
     if pool is None or pool.numel() * pool.element_size() < 2 * nbytes:
         source, target = (torch.empty(nbytes // 4, device="cuda", dtype=torch.float32) for _ in range(2))

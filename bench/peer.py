@@ -1,10 +1,12 @@
-"""What others take for the same step: the public `dflash` loop on transformers, and transformers' own generate.
+"""What others take for the same step: the public `dflash` loop on transformers,
+and transformers' own generate.
 
     PYTHONPATH=dflash-0.1.0-py3-none-any.whl python bench/peer.py [--context 2048] [--tokens 48]
 
-Random weights of Qwen3-8B shape, bf16, made on the GPU; their drafts are all rejected, so a step of dflash is a draft and
-a verify pass. The wheel alone is enough, without what it asks for. PYTHONPATH must not name this checkout: its `kernels`
-folder hides the package of that name, which transformers looks for. Writes bench/results/peer.json.
+Random weights of Qwen3-8B shape, bf16, made on the GPU; their drafts are all rejected, so a step of dflash is
+a draft and a verify pass. The wheel alone is enough, without what it asks for. PYTHONPATH must not name this
+checkout: its `kernels` folder hides the package of that name, which transformers looks for.
+Writes bench/results/peer.json.
 """
 
 import argparse
@@ -55,8 +57,10 @@ def main():
             short, long = generate(target, ids, 1), generate(target, ids, args.tokens)
             plain.append((long - short) / (args.tokens - 1))
     found = {
-        "shape": "qwen3-8b", "dflash": "0.1.0", "context": args.context, "tokens": args.tokens, "block": drafter.block_size,
-        "dflash_prefill_ms": milliseconds(prefill), "dflash_step_ms": milliseconds(steps), "dflash_tau": median(emitted),
+        "shape": "qwen3-8b", "dflash": "0.1.0", "context": args.context, "tokens": args.tokens,
+        "block": drafter.block_size,
+        "dflash_prefill_ms": milliseconds(prefill), "dflash_step_ms": milliseconds(steps),
+        "dflash_tau": median(emitted),
         "transformers_token_ms": milliseconds(plain),
     }  # fmt: skip
     print(found)

@@ -1,14 +1,15 @@
 """The products of a prompt on a GPU: every frame and tile side by side, torch's matmul (cuBLAS) as the peer.
 
-    python bench/prefill_gemm.py [--shapes 6144x4096,...] [--rows 64,256,1024,2048] [--frames wgmma,mma] [--seconds 300]
+    python bench/prefill_gemm.py [--shapes 6144x4096,...] [--rows 64,256,1024,2048] [--frames wgmma,mma]
+        [--seconds 300]
                                  [--name prefill-gemm-h100]
 
-A time is per launch: the median over replays of one graph of at least 8 launches, each on another of the weights that
-together fill 200 MB. linear_add_prefill is timed for every shape (its end reads and adds the residual), without the pass
-that lays tokens for wgmma; gate_up and qkv's f32 product with it, once at the largest number of rows, and the laying of
-h alone. The last line adds up the products of a Qwen3-8B prompt of that many rows, under the rule's tiles.
-Writes bench/results/NAME.json (into $OUT where that is set; without --name prefill-gemm-CARD); the table comes last.
-Needs torch.
+A time is per launch: the median over replays of one graph of at least 8 launches, each on another of the
+weights that together fill 200 MB. linear_add_prefill is timed for every shape (its end reads and adds the
+residual), without the pass that lays tokens for wgmma; gate_up and qkv's f32 product with it, once at the
+largest number of rows, and the laying of h alone. The last line adds up the products of a Qwen3-8B prompt of
+that many rows, under the rule's tiles. Writes bench/results/NAME.json (into $OUT where that is set; without
+--name prefill-gemm-CARD); the table comes last. Needs torch.
 """
 
 import argparse
@@ -96,7 +97,7 @@ class Bench:
 
         def qkv(w):
             laid, scale, y = prefill.tokens(self.backend, x, norm, 1e-6, work)
-            prefill.linear(self.backend, rows, w, laid, scale, y)
+            prefill.product(self.backend, rows, w, laid, scale, y)
 
         found = {
             "gate_up_us": self.timed(self.weights(*GATE_UP, "packed pairs"), gate_up, replays),
@@ -117,17 +118,18 @@ class Bench:
         return timed(calls, replays)
 
     def error(self, rows, outputs, cols, tile):
-        """Worst |error| over sum|terms| against float64 of packed weights, and whether row 0 alone has its bits."""
+        """Worst |error| over sum|terms| against float64 of packed weights,
+        and whether row 0 alone has its bits."""
         outputs = min(outputs, 2048)
         plain = self.pool[: outputs * cols].view(outputs, cols)
         tiles, chunks = fast.tiles_of(outputs), -(-cols // 32)
         packed = torch.empty(tiles * chunks * 512, device="cuda", dtype=torch.bfloat16)
-        args = [Buffer(plain), Buffer(plain[8:]), Buffer(packed), outputs, outputs - 8, 16, tiles, cols]
+        args = [Buffer(plain), Buffer(plain[8:]), Buffer(packed), outputs, outputs - 8, 16, tiles, cols, 0]
         self.backend.launch("pack.cu", "pack", -(-tiles * chunks * 32 // 256), 256, 0, args)
         weight = Weight((outputs, cols), "bf16", "packed", (Buffer(packed),))
         y, alone = (torch.zeros(count, outputs, device="cuda") for count in (rows, 1))
-        prefill.linear(self.backend, rows, weight, self.laid(rows, cols), None, Buffer(y), tile=tile)
-        prefill.linear(self.backend, 1, weight, self.laid(1, cols), None, Buffer(alone))
+        prefill.product(self.backend, rows, weight, self.laid(rows, cols), None, Buffer(y), tile=tile)
+        prefill.product(self.backend, 1, weight, self.laid(1, cols), None, Buffer(alone))
         torch.cuda.synchronize()
         tokens = self.tokens[: rows * cols].view(rows, cols)
         want, terms = tokens.double() @ plain.double().T, tokens.double().abs() @ plain.double().abs().T
@@ -166,14 +168,16 @@ def main():
             error, is_same = bench.error(rows, outputs, cols, best[1:])
             flops = 2 * rows * outputs * cols
             results.append({
-                "outputs": outputs, "cols": cols, "rows": rows, "us": tried[own], "tflop_s": flops / tried[own] / 1e6,
-                "cublas_us": peer, "tile": own, "best": best, "best_us": tried[best], "error_over_terms": error,
+                "outputs": outputs, "cols": cols, "rows": rows, "us": tried[own],
+                "tflop_s": flops / tried[own] / 1e6,
+                "cublas_us": peer, "tile": own, "best": best, "best_us": tried[best],
+                "error_over_terms": error,
                 "same_bits_alone": is_same, "tiles_us": {str(tile): us for tile, us in tried.items()},
             })  # fmt: skip
             table.append(
-                f"{outputs:6} x {cols:5} {rows:5} rows {tried[own]:9.2f} us {flops / tried[own] / 1e6:6.0f} TFLOP/s "
-                f"{peer / tried[own]:5.2f} x cuBLAS  error {error:.1e}  bits {'same' if is_same else 'DIFFER'}  "
-                f"{own}; best {tried[best]:.2f} us {best}"
+                f"{outputs:6} x {cols:5} {rows:5} rows {tried[own]:9.2f} us {flops / tried[own] / 1e6:6.0f} "
+                f"TFLOP/s {peer / tried[own]:5.2f} x cuBLAS  error {error:.1e}  bits "
+                f"{'same' if is_same else 'DIFFER'}  {own}; best {tried[best]:.2f} us {best}"
             )
             print(table[-1], flush=True)
             print(

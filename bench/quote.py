@@ -24,7 +24,8 @@ class Results:
         return sorted(path.stem for path in self.folder.glob(f"{pattern}.json"))
 
     def __getitem__(self, name):
-        """A result, and its name under "name". Refused: it is not there, its head is not whole, its tree was dirty."""
+        """A result, and its name under "name". Refused: it is not there, its head is not whole,
+        its tree was dirty."""
         try:
             found = json.loads((self.folder / f"{name}.json").read_text())
         except FileNotFoundError:

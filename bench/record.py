@@ -58,8 +58,9 @@ def versions():
 
 
 def commit():
-    """The commit measured: MINIDFLASH_COMMIT where the tree travels without its history, else what git says of the tree
-    that this file is in; CHANGES behind it when the tree is not the commit's. None where neither knows."""
+    """The commit measured: MINIDFLASH_COMMIT where the tree travels without its history, else what git says
+    of the tree that this file is in; CHANGES behind it when the tree is not the commit's.
+    None where neither knows."""
     given = os.environ.get("MINIDFLASH_COMMIT")
     if given:
         return given
@@ -80,7 +81,8 @@ BEGUN = commit()
 
 
 def commit_of_run():
-    """The commit, with CHANGES where the tree is not what it was as the run began: it may have read files of both."""
+    """The commit, with CHANGES where the tree is not what it was as the run began:
+    it may have read files of both."""
     now = commit()
     if os.environ.get("MINIDFLASH_COMMIT") or now == BEGUN or not BEGUN:
         return now

@@ -1,8 +1,9 @@
 """Everything measured, from bench/results: python bench/report.py [--write | --check] [--results FOLDER]
 
-Prints bench/MEASURED.md and the README's short block of it. With --write both are written, with --check the exit code is
-1 unless they are what is written already. A number is quoted only of a result that says its commit, command, date and
-machine, and that was measured on a tree without changes; what is left out and why is said on stderr.
+Prints bench/MEASURED.md and the README's short block of it. With --write both are written, with --check the
+exit code is 1 unless they are what is written already. A number is quoted only of a result that says its
+commit, command, date and machine, and that was measured on a tree without changes;
+what is left out and why is said on stderr.
 """
 
 import argparse
@@ -18,7 +19,10 @@ HEADER = [
     "<!-- generated: python bench/report.py --write -->",
     "# What was measured",
     "",
-    "Every number below is computed from the file named above it, and holds for that file's commit, not for a later one.",
+    (
+        "Every number below is computed from the file named above it, and holds for that file's commit, "
+        "not for a later one."
+    ),
     "What was tried, and what did not help, is in [NOTES.md](NOTES.md).",
 ]
 

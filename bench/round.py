@@ -1,9 +1,10 @@
 """Whole rounds of models of true shape with random weights: plain, verify, draft, inject, round, prefill.
 
-    python bench/round.py [--shapes qwen3-8b ...] [--contexts 128 2048 8192 32768] [--backend cuda] [--lossless TOKENS]
+    python bench/round.py [--shapes qwen3-8b ...] [--contexts 128 2048 8192 32768] [--backend cuda]
+        [--lossless TOKENS]
 
-Each part is a program of its own (a graph on CUDA), timed back to back; medians of 50. Floors are bytes over the copy
-bandwidth measured in the same run. Writes bench/results/round-NAME.json.
+Each part is a program of its own (a graph on CUDA), timed back to back; medians of 50. Floors are bytes over
+the copy bandwidth measured in the same run. Writes bench/results/round-NAME.json.
 """
 
 import argparse
@@ -67,7 +68,8 @@ def passes(engine, s):
     }
 
 
-# Several launches a timing: the host's turn is then a part of what it is in the loop, whose gap is reported apart.
+# Several launches a timing: the host's turn is then a part of what it is in the loop,
+# whose gap is reported apart.
 TOGETHER = {"draft": 10, "inject": 20}
 
 
@@ -101,7 +103,8 @@ def parts(engine, s, context, repeat):
 
 
 def host_gap(engine, tokens=160):
-    """Median microseconds on the GPU between the end of a round of the loop and the begin of the next; None on a host."""
+    """Median microseconds on the GPU between the end of a round of the loop and the begin of the next;
+    None on a host."""
     if engine.ops.name != "cuda":
         return None
     import cupy
@@ -144,8 +147,9 @@ def measure(ops, name, contexts, repeat, bandwidth, tokens, prompt):
             "round": target + drafter + head + kv + own,
         }
         floors = {what: round(1e3 * size / bandwidth, 3) for what, size in floors.items()}
-        found["contexts"].append({"context": context, "ms": times, "floor_ms": floors,
-                                  "round_of_floor": round(floors["round"] / times["round_16"], 3)})  # fmt: skip
+        share = round(floors["round"] / times["round_16"], 3)
+        one = {"context": context, "ms": times, "floor_ms": floors, "round_of_floor": share}
+        found["contexts"].append(one)
         print(name, found["contexts"][-1], flush=True)
     times = []
     for _ in range(3):
@@ -208,7 +212,8 @@ def device(ops):
     import cupy
 
     properties = cupy.cuda.runtime.getDeviceProperties(0)
-    return {"card": properties["name"].decode(), "driver": cupy.cuda.runtime.driverGetVersion(), "sms": properties["multiProcessorCount"]}  # fmt: skip
+    return {"card": properties["name"].decode(), "driver": cupy.cuda.runtime.driverGetVersion(),
+            "sms": properties["multiProcessorCount"]}  # fmt: skip
 
 
 if __name__ == "__main__":

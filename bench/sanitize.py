@@ -1,10 +1,12 @@
-"""The kernel tests on the GPU under compute-sanitizer: memcheck, racecheck and synccheck, many processes at a time.
+"""The kernel tests on the GPU under compute-sanitizer: memcheck, racecheck and synccheck,
+many processes at a time.
 
-    python bench/sanitize.py [--tool PATH] [--checks racecheck ...] [--parts fast_gemm ...] [--most 16] [--jobs 12]
+    python bench/sanitize.py [--tool PATH] [--checks racecheck ...] [--parts fast_gemm ...] [--most 16]
+        [--jobs 12]
 
-A part is a file of tests/kernels: at most --most of its tests, some of every function, of small shapes (not BIG); `round`
-is whole rounds of a toy model, plain and drafted. Each check must also find the mistake planted for it. Exit code 1
-unless all is clean. Writes bench/results/NAME.json, or into $OUT.
+A part is a file of tests/kernels: at most --most of its tests, some of every function, of small shapes (not
+BIG); `round` is whole rounds of a toy model, plain and drafted. Each check must also find the mistake planted
+for it. Exit code 1 unless all is clean. Writes bench/results/NAME.json, or into $OUT.
 """
 
 import argparse
@@ -48,8 +50,8 @@ OTHERS = (
 PARTS = [file.stem.removeprefix("test_") for file in (ROOT / "tests" / "kernels").glob("test_*.py")]
 PARTS = [*LONG, *sorted(set(PARTS) - {*LONG, *OTHERS}), "round"]
 BIG = "long or many or fit or 4096"
-# One mistake for each check, which it must report: a write past the end; a read of what another warp writes; a lane that
-# its own mask leaves out.
+# One mistake for each check, which it must report: a write past the end; a read of what another warp writes;
+# a lane that its own mask leaves out.
 PLANTED = """
 extern "C" __global__ void memcheck(int* out) { out[(1 << 20) + threadIdx.x] = 1; }
 extern "C" __global__ void racecheck(int* out) {
@@ -123,7 +125,8 @@ def run(words, seconds):
     summaries = re.findall(r"=+ ((?:ERROR|RACECHECK) SUMMARY: .*|Warning: .*)", text)
     return {
         "is_clean": code == 0 and bool(passed), "passed": int(passed[1]) if passed else 0,
-        "seconds": round(time.perf_counter() - since, 1), "words": "; ".join(summaries) or str(code), "text": text,
+        "seconds": round(time.perf_counter() - since, 1), "words": "; ".join(summaries) or str(code),
+        "text": text,
     }  # fmt: skip
 
 

@@ -2,9 +2,9 @@
 
     python bench/soak.py [--rounds 20000] [--backend numba] [--seconds 600] [--name soak-cpu]
 
-The embedded pair, prompts and seeds by turns, both acceptance rules. Memory is read after every text: the process's
-resident bytes, on cuda the card's used bytes too. Writes bench/results/NAME.json; exit code 1 when memory grew by more than
---grow MiB after the first tenth, or an id was out of range.
+The embedded pair, prompts and seeds by turns, both acceptance rules. Memory is read after every text: the
+process's resident bytes, on cuda the card's used bytes too. Writes bench/results/NAME.json; exit code 1 when
+memory grew by more than --grow MiB after the first tenth, or an id was out of range.
 """
 
 import argparse
@@ -58,8 +58,8 @@ def soak(engine, accept, args):
     while rounds < args.rounds / len(args.accept) and time.perf_counter() - begun < args.seconds:
         prompt = prompts[texts % len(prompts)]
         r = md.generate(
-            engine, prompt.get("tokens") or prompt["prompt"], max_tokens=args.tokens, verify=args.verify, accept=accept,
-            seed=texts, **LAW,
+            engine, prompt.get("tokens") or prompt["prompt"], max_tokens=args.tokens, verify=args.verify,
+            accept=accept, seed=texts, **LAW,
         )  # fmt: skip
         texts, rounds, tokens = texts + 1, rounds + len(r.rounds), tokens + len(r.tokens)
         kept += r.stats.accepted

@@ -1,10 +1,12 @@
 """Where a round's time goes: when each kernel of the replayed graph began and when it had what it waits for.
 
-    python bench/timeline.py [--shapes qwen3-8b ...] [--context 2048] [--rounds 30] [--picture LAUNCHES] [--card h100]
+    python bench/timeline.py [--shapes qwen3-8b ...] [--context 2048] [--rounds 30] [--picture LAUNCHES]
+        [--card h100]
 
-Kernels are compiled with -DSTAMPS: block 0 of each launch notes the GPU's clock before and after its wait for the kernel
-ahead (griddep_wait in sm90.cuh). From one release to the next is what a kernel adds to the round; what lies between a
-kernel's begin and its release is its head start. Writes bench/results/timeline-SHAPE-CARD.json and a picture.
+Kernels are compiled with -DSTAMPS: block 0 of each launch notes the GPU's clock before and after its wait for
+the kernel ahead (griddep_wait in sm90.cuh). From one release to the next is what a kernel adds to the round;
+what lies between a kernel's begin and its release is its head start.
+Writes bench/results/timeline-SHAPE-CARD.json and a picture.
 """
 
 import argparse
@@ -38,7 +40,8 @@ def with_stamps():
 
 
 def read(device, clear=False):
-    """[(file, begin, release, {phase: time})] of each launch in nanoseconds, by release. clear: forget them."""
+    """[(file, begin, release, {phase: time})] of each launch in nanoseconds, by release.
+    clear: forget them."""
     found = []
     for (file, _), module in device._modules.items():
         code, at, size = device.driver.cuModuleGetGlobal(module, b"stamps")
@@ -80,11 +83,12 @@ def summary(rounds):
     for place in range(len(rounds[0])):
         each = [launches[place] for launches in rounds]
         following = [launches[place + 1][2] if place + 1 < len(launches) else None for launches in rounds]
+        after = [f - k[2] for f, k in zip(following, each, strict=True)] if following[0] else []
         phases = sorted({phase for k in each for phase in k[3]})
         rows.append({
             "kernel": each[0][0],
             "at": median(k[2] - launches[0][2] for k, launches in zip(each, rounds, strict=True)) / 1e3,
-            "adds": median(f - k[2] for f, k in zip(following, each, strict=True)) / 1e3 if following[0] else None,
+            "adds": median(after) / 1e3 if after else None,
             "head_start": median(k[2] - k[1] for k in each) / 1e3,
             "phases": {p: median(k[3][p] - k[2] for k in each if p in k[3]) / 1e3 for p in phases},
         })  # fmt: skip
@@ -108,12 +112,14 @@ def by_kernel(rows):
 
 
 def picture(rows, first, count, title):
-    """SVG of `count` launches: a bar from a kernel's release to the next one's, a thin one for its head start."""
+    """SVG of `count` launches: a bar from a kernel's release to the next one's,
+    a thin one for its head start."""
     own = [r for r in rows[first : first + count] if r["adds"] is not None]
     begin, end = own[0]["at"] - own[0]["head_start"], own[-1]["at"] + own[-1]["adds"]
     names, scale = sorted({r["kernel"] for r in own}), 1000 / (end - begin)
     height, text = 40 + 24 * len(names), f"{title}: {end - begin:.1f} us"
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="1200" height="{height}" font-family="sans-serif" font-size="12">'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="1200" height="{height}" '
+    head += 'font-family="sans-serif" font-size="12">'
     out = [head, f'<text x="4" y="14">{text}</text>']
     for i, name in enumerate(names):
         out.append(f'<text x="4" y="{40 + 24 * i}">{name}</text>')

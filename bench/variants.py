@@ -1,11 +1,14 @@
-"""Variants of kernels side by side in whole passes: cuts of products, macros of kernels, how attention is cut.
+"""Variants of kernels side by side in whole passes: cuts of products, macros of kernels,
+how attention is cut.
 
-    python bench/variants.py FILE [--shape qwen3-8b] [--context 2048] [--parts verify_16 verify_1 round_16] [--repeat 5]
+    python bench/variants.py FILE [--shape qwen3-8b] [--context 2048] [--parts verify_16 verify_1 round_16]
+        [--repeat 5]
 
-FILE is Python: variants(Split, measured) -> {label: {"cuts": {(N, K): Split}, "macros": {"attend_fast.cu": {name: value}},
-"attend": tuning of attend_fast.attend}}; measured: the cuts in use by (N, K). All kernels are compiled on all cores and all
-programs recorded first; then they are timed in turn, so that whatever the card does meets all of them. Prints medians and
-least times in ms and warns of kernels that spill. A variant's bits may be others: what is kept goes through the tests.
+FILE is Python: variants(Split, measured) -> {label: {"cuts": {(N, K): Split}, "macros": {"attend_fast.cu":
+{name: value}}, "attend": tuning of attend_fast.attend}}; measured: the cuts in use by (N, K). All kernels are
+compiled on all cores and all programs recorded first; then they are timed in turn, so that whatever the card
+does meets all of them. Prints medians and least times in ms and warns of kernels that spill.
+A variant's bits may be others: what is kept goes through the tests.
 """
 
 import argparse
@@ -55,7 +58,8 @@ def in_use(how, device):
 
 @contextmanager
 def noted(wanted, backend):
-    """Programs made meanwhile are not captured; kernels that they ask for are noted as (file, defines), not compiled."""
+    """Programs made meanwhile are not captured; kernels that they ask for are noted as (file, defines),
+    not compiled."""
     plain, mode = (launch.CudaDevice.function, launch.CudaDevice.holds), backend.mode
 
     def note(self, file, name, defines=None):

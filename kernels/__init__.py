@@ -8,9 +8,10 @@ MOST_THREADS = 1024  # that NUMBA_NUM_THREADS may ask for where there are fewer 
 def open_ops(name="auto", activations=None, device=0, **options):
     """Kernels of one backend.
 
-    name: "auto" (cuda where it runs, else numba), "oracle", "numba", "emulate" or "cuda". activations: "f32" or
-    "bf16"; default bf16 on cuda, else f32. device: which GPU. options: the backend's own (numba: threads; emulate:
-    seed, sms; cuda: graph). Errors: UserError for an unknown or unavailable backend. Source: engine.md 2-3.
+    name: "auto" (cuda where it runs, else numba), "oracle", "numba", "emulate" or "cuda". activations: "f32"
+    or "bf16"; default bf16 on cuda, else f32. device: which GPU. options: the backend's own (numba: threads;
+    emulate: seed, sms; cuda: graph). Errors: UserError for an unknown or unavailable backend.
+    Source: engine.md 2-3.
     """
     from minidflash.errors import UserError
 
@@ -45,7 +46,8 @@ def open_ops(name="auto", activations=None, device=0, **options):
 
 
 def check_threads():
-    """Refuse a NUMBA_NUM_THREADS that breaks Numba's import or its threads' start. Errors: UserError (F106)."""
+    """Refuse a NUMBA_NUM_THREADS that breaks Numba's import or its threads' start.
+    Errors: UserError (F106)."""
     import os
 
     from minidflash.errors import UserError

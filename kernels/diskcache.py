@@ -1,7 +1,9 @@
-"""The user's cache folder: where it lies, whom it may belong to, and sealed files of what is built from source.
+"""The user's cache folder: where it lies, whom it may belong to, and sealed files of what is built from
+source.
 
-A cache is only a cache: what cannot be read, is damaged or may come from somebody else is built again, and what cannot
-be written is not kept. Compiled code runs as the user, so nothing is taken from where others can write.
+A cache is only a cache: what cannot be read, is damaged or may come from somebody else is built again, and
+what cannot be written is not kept. Compiled code runs as the user,
+so nothing is taken from where others can write.
 """
 
 import contextlib
@@ -18,7 +20,8 @@ _said = False
 def cache_folder():
     """Where everything is kept: MINIDFLASH_CACHE, else minidflash/ in XDG_CACHE_HOME or ~/.cache.
 
-    Returns a Path, which need not exist, or None where no home folder is known: never a folder that is shared.
+    Returns a Path, which need not exist, or None where no home folder is known:
+    never a folder that is shared.
     """
     try:
         if os.environ.get("MINIDFLASH_CACHE"):
@@ -32,8 +35,9 @@ def cache_folder():
 def folder(kind):
     """The folder for one kind of built thing, made if need be, or None: then the caller works uncached.
 
-    kind: a short name: "cubin", "emulate", "numba/KEY". Errors: none. A folder from the cache folder down that is not
-    the user's alone is not used, which is said once; one that cannot be written is not used either.
+    kind: a short name: "cubin", "emulate", "numba/KEY". Errors: none. A folder from the cache folder down
+    that is not the user's alone is not used, which is said once; one that cannot be written is not used
+    either.
     """
     place = cache_folder()
     if place is None:
@@ -52,10 +56,11 @@ def folder(kind):
 
 
 def not_private(path, whole=None):
-    """Why others may have put things into a folder or file, and what to type: two strings; None where they cannot.
+    """Why others may have put things into a folder or file, and what to type: two strings;
+    None where they cannot.
 
-    whole: the folder that the remedy is for, default path. The user and the superuser may own it, nobody else may
-    write it. Errors: OSError. Systems without owners: None.
+    whole: the folder that the remedy is for, default path. The user and the superuser may own it, nobody else
+    may write it. Errors: OSError. Systems without owners: None.
     """
     if not hasattr(os, "geteuid"):
         return None
@@ -103,10 +108,11 @@ def load(path):
 
 
 def store(path, data):
-    """Write bytes and their seal under their final name in one step, so that no other process reads half of them.
+    """Write bytes and their seal under their final name in one step,
+    so that no other process reads half of them.
 
-    The seal comes last: loaders of shared libraries do not look behind the end of one. Returns True, or False where
-    the disk refuses, which is said once: a cache is never a reason to fail.
+    The seal comes last: loaders of shared libraries do not look behind the end of one. Returns True, or False
+    where the disk refuses, which is said once: a cache is never a reason to fail.
     """
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)

@@ -1,4 +1,5 @@
-"""What the backends on host memory share: NumPy arrays, and replay as a list of calls. Also the oracle backend."""
+"""What the backends on host memory share: NumPy arrays, and replay as a list of calls.
+Also the oracle backend."""
 
 import time
 
@@ -11,7 +12,8 @@ from .weight import Weight
 
 
 class HostBackend:
-    """Arrays in host memory. activations: "f32" or "bf16". key_cut: attention takes keys in pieces of so many."""
+    """Arrays in host memory. activations: "f32" or "bf16".
+    key_cut: attention takes keys in pieces of so many."""
 
     key_cut = 1
 
@@ -79,8 +81,9 @@ class OracleBackend(HostBackend):
         return 1
 
     def weight(self, parts, role="", experts=0):
-        """Plain `Weight` from checkpoint tensors stacked along rows, of so many experts (0: a matrix), expert by expert."""
-        data = np.concatenate([oracle.real(widen(p)).reshape(len(p.array), -1) for p in parts])
+        """Plain `Weight` from checkpoint tensors stacked along rows, of so many experts (0: a matrix),
+        expert by expert."""
+        data = np.concatenate([oracle.real(widen(p)).reshape(p.shape[0], -1) for p in parts])
         kind = {"BF16": "bf16", "MXFP4": "mxfp4"}.get(parts[0].dtype, "f32")
         for part in parts:
             part.drop()
@@ -104,7 +107,8 @@ class OracleBackend(HostBackend):
 
 
 def widen(tensor):
-    """The array of a checkpoint tensor in a type the kernels know: bf16 bits or f32 (F16 and MXFP4 widen exactly)."""
+    """The array of a checkpoint tensor in a type the kernels know: bf16 bits or f32 (F16 and MXFP4 widen
+    exactly)."""
     if tensor.dtype == "MXFP4":
         return oracle.mxfp4(tensor.array, tensor.scales)
     if tensor.dtype == "F16":

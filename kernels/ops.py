@@ -1,9 +1,10 @@
 """Ops: every kernel of the table as a method. Checks the arguments against the row, then calls the backend.
 
-A backend is an object with `name`, `activations`, `array`, `upload`, `download`, `weight`, `compile` (a list of
-checked calls -> something with `launch()`), `start` (launch a program, fetch buffers) with `rounds_ahead`, the programs
-that may be started before the first one's result is asked for, `lost_by_fork`, and one function a row. What a call costs is the backend's: `record`
-checks once and replays without checking, which is what a round does.
+A backend is an object with `name`, `activations`, `array`, `upload`, `download`, `weight`, `compile` (a list
+of checked calls -> something with `launch()`), `start` (launch a program, fetch buffers) with `rounds_ahead`,
+the programs that may be started before the first one's result is asked for, `lost_by_fork`, and one function
+a row. What a call costs is the backend's: `record` checks once and replays without checking,
+which is what a round does.
 """
 
 from contextlib import contextmanager
@@ -26,7 +27,8 @@ def storage(activations):
 class Ops:
     """Kernels of one backend with one activation type.
 
-    backend: see the module text. Methods: one a table row, arguments in table order, all buffers the caller's.
+    backend: see the module text. Methods: one a table row, arguments in table order,
+    all buffers the caller's.
     Errors: TypeError and ValueError name the kernel, the argument, what was found and what was needed.
     """
 
@@ -46,7 +48,8 @@ class Ops:
     def for_prefill(self):
         """Ops whose rows suit the many token rows of a prompt; this object where the backend has no others.
 
-        Weights and buffers are the same. A row's bits may differ from this object's, and do not depend on the chunk.
+        Weights and buffers are the same. A row's bits may differ from this object's,
+        and do not depend on the chunk.
         """
         if self._for_prefill is None:
             make = getattr(self.backend, "for_prefill", None)

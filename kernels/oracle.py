@@ -1,16 +1,17 @@
 """The float64 truth of every row of the table, one row of activations at a time, slow and obvious.
 
-The first half are the plain equations (models.md); the second half are the rows of the table, which are compositions
-of them. A function takes a row's inputs in table order, changes the `&` ones in place and returns the outputs as
-float64 (ids as int32); `OracleBackend` rounds them once into the caller's buffers. Where `Row.fills_outputs`, it takes
-them last and fills them. Rows of layers with experts: oracle_moe.py.
+The first half are the plain equations (models.md); the second half are the rows of the table, which are
+compositions of them. A function takes a row's inputs in table order, changes the `&` ones in place and
+returns the outputs as float64 (ids as int32); `OracleBackend` rounds them once into the caller's buffers.
+Where `Row.fills_outputs`, it takes them last and fills them. Rows of layers with experts: oracle_moe.py;
+of integers: oracle_control.py.
 """
 
 import numpy as np
 
-from .record import ACCEPTED, EMITTED, NOT_FINITE, OUT_OF_BUDGET, STOPPED, TOKENS, WHY
+from .oracle_control import accept, stage, stage_context  # noqa: F401 rows of the table too
 
-# ---- plain equations -----------------------------------------------------------------------------------------
+# ---- plain equations ---------------------------------------------------------------------------------------
 
 
 def real(x):
@@ -36,7 +37,7 @@ def matrix(w):
     return w.data if w.data.dtype == np.float64 else real(w.data)
 
 
-def linear(x, w, bias=None):
+def product(x, w, bias=None):
     """y = x W^T + bias for one row. x: (D,), w: (N, D), y: (N,)."""
     y = w @ x
     return y if bias is None else y + bias
@@ -53,7 +54,7 @@ def normed(x, norm, eps):
 
 
 def rope(x, cos, sin):
-    """Rotate the pairs (j, j + J) of the first 2J components of each head; the rest passes. x: (H, K), cos: (J,)."""
+    """Rotate pairs (j, j + J) of each head's first 2J components; the rest passes. x: (H, K), cos: (J,)."""
     j = len(cos)
     a, b = x[:, :j], x[:, j : 2 * j]
     return np.concatenate([a * cos - b * sin, b * cos + a * sin, x[:, 2 * j :]], axis=1)
@@ -81,15 +82,15 @@ def silu(z):
 def key_range(pos, begin, end, window, causal):
     """First and one past the last key that a row sees (models.md 0 and 7.5). window 0 = no window.
 
-    begin: keys from here on are inside any window: the block's start in a drafter's causal sliding layer, where the
-    window bounds the context only; the row's own position everywhere else.
+    begin: keys from here on are inside any window: the block's start in a drafter's causal sliding layer,
+    where the window bounds the context only; the row's own position everywhere else.
     """
     first = min(begin, max(0, pos - window + 1)) if window else 0
     last = pos + 1 if causal else (min(end, pos + window) if window else end)
     return first, last
 
 
-# ---- rows of the table ---------------------------------------------------------------------------------------
+# ---- rows of the table -------------------------------------------------------------------------------------
 
 
 def embed(ids, table, scale):
@@ -110,8 +111,8 @@ def qkv(
         if pos[t] < 0:
             continue
         y = normed(real(x[t]), norm, eps)
-        head = linear(y, matrix(wq), q_bias).reshape(-1, size)
-        k, v = linear(y, matrix(wkv), kv_bias).reshape(2, groups, size)
+        head = product(y, matrix(wq), q_bias).reshape(-1, size)
+        k, v = product(y, matrix(wkv), kv_bias).reshape(2, groups, size)
         if q_norm is not None:
             head = rmsnorm(head, q_norm, eps)
         if k_norm is not None:
@@ -139,17 +140,22 @@ def attend(q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, si
     return o
 
 
+def linear(a, w, bias, work):
+    """y = a W^T + bias: (T, D)."""
+    return np.stack([product(real(row), matrix(w), bias) for row in a])
+
+
 def linear_add(a, w, bias, tap_row, tap_at, x, taps, work):
     """x += a W^T + bias; the new row also goes to taps[tap_row, tap_at:tap_at+D] when there are taps."""
     for t in range(len(a)):
-        store(real(x[t]) + linear(real(a[t]), matrix(w), bias), x[t])
+        store(real(x[t]) + product(real(a[t]), matrix(w), bias), x[t])
         if taps is not None and tap_row[t] >= 0:
             taps[tap_row[t], tap_at : tap_at + x.shape[1]] = x[t]
 
 
 def gate_up(x, norm, eps, w, work):
-    """h = silu(Wg n(x)) * (Wu n(x)); w holds the gate rows, then the up rows. norm None: of x itself. Returns (T, F)."""
-    return np.stack([_swiglu(linear(normed(real(row), norm, eps), matrix(w))) for row in x])
+    """h = silu(Wg n(x)) * (Wu n(x)), (T, F); w holds gate rows, then up rows. norm None: of x itself."""
+    return np.stack([_swiglu(product(normed(real(row), norm, eps), matrix(w))) for row in x])
 
 
 def _swiglu(y):
@@ -158,12 +164,12 @@ def _swiglu(y):
 
 
 def head(x, pick, norm, eps, w, limit, ids, work):
-    """ids[r] = the smallest argmax of (W n(x[r]))[:limit] for every r in pick; -1 where one of them is not finite.
+    """ids[r] = the smallest argmax of (W n(x[r]))[:limit] for every r in pick; -1 where one is not finite.
 
     Compared as f32: NumPy adds up equal rows of W in different orders, and only rounded do they tie.
     """
     for r in pick:
-        logits = linear(rmsnorm(real(x[r]), norm, eps), matrix(w))[:limit].astype(np.float32)
+        logits = product(rmsnorm(real(x[r]), norm, eps), matrix(w))[:limit].astype(np.float32)
         ids[r] = np.argmax(logits) if np.isfinite(logits).all() else -1
 
 
@@ -172,10 +178,11 @@ GREEDY_BELOW = float(np.float32(1e-5))  # temperatures from 0 to here name the l
 
 
 def masses(logits, temperature, top_k, top_p, min_p):
-    """Integer mass of every id under the filtered law: round(2^43 p / p of the likeliest), 0 for what a filter drops.
+    """Integer mass of every id under the filtered law: round(2^43 p / p of the likeliest), 0 if dropped.
 
-    Filters in transformers' order; each keeps the first ids by falling logit, of equal ones the smallest id first.
-    top_k: so many (0: all). top_p: those before which less than this share of what top_k left has passed (1: all).
+    Filters in transformers' order; each keeps the first ids by falling logit,
+    of equal ones the smallest id first.
+    top_k: so many (0: all). top_p: those before which less than this share of what top_k left has passed.
     min_p: those with at least this share of the likeliest's probability. logits: (V,) float64, finite.
     """
     best = logits.max()
@@ -210,10 +217,10 @@ DRAW, DRAFT, ACCEPT, RESIDUAL = range(4)  # what a random number is for
 def law_of(x, norm, eps, w, limit, top_k, temperature, top_p, min_p):
     """(logits below the limit, masses of their filtered law) of a row of activations.
 
-    Temperatures below 1e-5 give all the mass to the smallest argmax. Where a logit is not finite there is no law: all the
-    mass is id 0's, and the logits are None. Logits are rounded to f32 first, as in head.
+    Temperatures below 1e-5 give all the mass to the smallest argmax. Where a logit is not finite there is no
+    law: all the mass is id 0's, and the logits are None. Logits are rounded to f32 first, as in head.
     """
-    logits = linear(rmsnorm(real(x), norm, eps), matrix(w))[:limit].astype(np.float32).astype(np.float64)
+    logits = product(rmsnorm(real(x), norm, eps), matrix(w))[:limit].astype(np.float32).astype(np.float64)
     kept = np.zeros(limit, np.uint64)
     if not np.isfinite(logits).all():
         kept[0] = MASS
@@ -223,10 +230,10 @@ def law_of(x, norm, eps, w, limit, top_k, temperature, top_p, min_p):
 
 
 def draw(kept, key, position, purpose):
-    """The first id, ids ascending, whose running sum of masses exceeds the random number, scaled to their sum.
+    """The first id, ids ascending, whose running sum of masses exceeds the random number times their sum.
 
-    key: seed (low, high word), number of the sample. The number is a function of the key, the position that the token
-    will have, and what it is for: not of the round that draws.
+    key: seed (low, high word), number of the sample. The number is a function of the key, the position that
+    the token will have, and what it is for: not of the round that draws.
     """
     through = np.cumsum(kept)
     drawn = random_bits(key, position, purpose) * int(through[-1]) >> 64
@@ -241,16 +248,17 @@ def random_bits(key, position, purpose):
 
 
 def log_probabilities(logits, kept, chosen):
-    """Of the chosen id, under the filtered law and the model's own (temperature 1, no filter, ids below the limit)."""
+    """Of the chosen id, under the filtered law and the model's own (temperature 1, ids below the limit)."""
     every = float(masses(logits, 1.0, 0, 1.0, 0.0).sum()) / MASS
     return np.log(float(kept[chosen]) / float(kept.sum())), logits[chosen] - logits.max() - np.log(every)
 
 
 def sample(x, pick, slot, pos, norm, eps, w, limit, key, law, ids, logprob, work):
-    """ids[r] = a draw from the filtered law of (W n(x[r]))[:limit]; of two laws its log-probability, where asked for.
+    """ids[r] = a draw from the filtered law of (W n(x[r]))[:limit];
+    of two laws its log-probability, where asked for.
 
-    key[n]: seed (low, high word), number of the sample, top_k. law[n]: temperature, top_p, min_p. A row with a logit
-    that is not finite gets id -1 and log-probabilities of -infinity.
+    key[n]: seed (low, high word), number of the sample, top_k. law[n]: temperature, top_p, min_p. A row with
+    a logit that is not finite gets id -1 and log-probabilities of -infinity.
     """
     for r in pick:
         if pos[r] >= 0:
@@ -262,7 +270,7 @@ def sample(x, pick, slot, pos, norm, eps, w, limit, key, law, ids, logprob, work
 
 
 def propose(x, pick, slot, pos, norm, eps, w, limit, key, law, ids, mass, work):
-    """As sample, for the drafter: a draft is for the row's own position, and random numbers are others than sample's.
+    """As sample, for the drafter: a draft is for the row's own position, by random numbers of its own.
 
     mass[r]: the integer masses of the law that ids[r] was drawn from, rounded to f32; 0 from the limit on.
     """
@@ -278,10 +286,11 @@ def propose(x, pick, slot, pos, norm, eps, w, limit, key, law, ids, mass, work):
 def reject(x, pos, norm, eps, w, limit, key, law, drafts, mass, ids, logprob, work):
     """ids[r] = the token after row r by rejection sampling: the draft that follows, or another in its place.
 
-    The rows of slot n are n * v .. n * v + v - 1. p: the filtered law of row r, as in sample. q: that of the draft
-    behind it, drafts[n, i + 1], whose masses are mass[n, i + 1]. The draft stays if u q(draft) < p(draft); else the id
-    is drawn from max(p - q, 0), from p where that is 0 everywhere. The last row of a slot draws from p. The ids up to the
-    first that is no draft have the law that p alone would give. Logits that are not finite: as in sample.
+    The rows of slot n are n * v .. n * v + v - 1. p: the filtered law of row r, as in sample. q: that of the
+    draft behind it, drafts[n, i + 1], whose masses are mass[n, i + 1]. The draft stays if u q(draft) <
+    p(draft); else the id is drawn from max(p - q, 0), from p where that is 0 everywhere. The last row of a
+    slot draws from p. The ids up to the first that is no draft have the law that p alone would give.
+    Logits that are not finite: as in sample.
     Source: Leviathan et al. 2023.
     """
     width = len(x) // len(key)
@@ -311,12 +320,12 @@ def reject(x, pos, norm, eps, w, limit, key, law, drafts, mass, ids, logprob, wo
 
 def head_logits(x, norm, eps, w, work):
     """logits = W n(x): (T, V)."""
-    return np.stack([linear(rmsnorm(real(row), norm, eps), matrix(w)) for row in x])
+    return np.stack([product(rmsnorm(real(row), norm, eps), matrix(w)) for row in x])
 
 
 def fuse(taps, w, norm, eps, work):
     """f = hidden_norm(fc taps): the context feature of each row, (T, D)."""
-    return np.stack([rmsnorm(linear(real(row), matrix(w)), norm, eps) for row in taps])
+    return np.stack([rmsnorm(product(real(row), matrix(w)), norm, eps) for row in taps])
 
 
 def inject(f, wkv, kv_bias, k_norm, eps, cos, sin, slot, pos, at, cache_k, cache_v, work):
@@ -328,83 +337,13 @@ def inject(f, wkv, kv_bias, k_norm, eps, cos, sin, slot, pos, at, cache_k, cache
     for t in range(len(f)):
         if pos[t] < 0:
             continue
-        kv = linear(real(f[t]), matrix(wkv), kv_bias).reshape(layers, 2, groups, size)
+        kv = product(real(f[t]), matrix(wkv), kv_bias).reshape(layers, 2, groups, size)
         for layer in range(layers):
             k, v = kv[layer]
             if k_norm is not None:
                 k = rmsnorm(k, k_norm[layer], eps)
             store(rope(k, real(cos[pos[t]]), real(sin[pos[t]])), cache_k[layer, slot[t], :, at[t] % room])
             store(v, cache_v[layer, slot[t], :, at[t] % room])
-
-
-def stage(anchor, start, fresh, done, fill, ids, slot, pos, at, begin, end, row):
-    """Rows of one pass of width w = T/N: ids = [anchor, fill[1..w-1]] at start..start+w-1; done slots get pos -1.
-
-    A fill of -1, which a drafter whose logits are not finite leaves, becomes id 0: any draft will do.
-    begin, end: the block's first position and one past its last; row: where the row's taps go,
-    slot * B + fresh + i: behind the rows that wait for injection; -1 past the slot's B rows.
-    """
-    width = len(ids) // len(anchor)
-    for n in range(len(anchor)):
-        for i in range(width):
-            r = n * width + i
-            ids[r] = anchor[n] if i == 0 else max(fill[n, i], 0)
-            slot[r] = n
-            tap = fresh[n] + i
-            row[r] = n * fill.shape[1] + tap if tap < fill.shape[1] else -1
-            at[r] = start[n] + i
-            pos[r] = -1 if done[n] else start[n] + i
-            begin[r], end[r] = start[n], start[n] + width
-
-
-def stage_context(start, fresh, slot, pos):
-    """Rows of the context features that wait: slot n, positions start-fresh .. start-1, then inactive rows. fresh becomes 0."""
-    width = len(slot) // len(start)
-    for n in range(len(start)):
-        for i in range(width):
-            slot[n * width + i] = n
-            pos[n * width + i] = start[n] - fresh[n] + i if i < fresh[n] else -1
-        fresh[n] = 0
-
-
-def accept(drafts, choice, stop, start, anchor, fresh, left, done, record, kept):
-    """Accept, commit, stop, next anchor, for every slot (models.md 7.4).
-
-    choice[n*v + i]: the target's token after row i. The longest prefix with drafts[i+1] == choice[i] is kept, then
-    the target's own token; the sum is cut at the budget, after the first stop id and before the first choice of -1 (the
-    target's logits are not finite). record: as in record.py. kept: rows of the pass that are committed.
-    """
-    width = len(choice) // len(start)
-    for n in range(len(start)):
-        record[n], kept[n] = 0, 0
-        record[n, TOKENS:] = -1
-        tokens, own_drafts = np.split(record[n, TOKENS:], 2)
-        if done[n]:
-            continue
-        own_drafts[1:width] = np.maximum(drafts[n, 1:width], 0)
-        own = choice[n * width : (n + 1) * width]
-        accepted = 0
-        while accepted + 1 < width and drafts[n, accepted + 1] == own[accepted] >= 0:
-            accepted += 1
-        emitted = 0
-        while emitted < min(accepted + 1, left[n]) and not done[n]:
-            token = own[emitted]
-            if token < 0:
-                done[n] = NOT_FINITE
-                break
-            tokens[emitted] = token
-            emitted += 1
-            if token in stop:
-                done[n] = STOPPED
-        start[n] += emitted
-        fresh[n] += emitted
-        left[n] -= emitted
-        if left[n] == 0 and not done[n]:
-            done[n] = OUT_OF_BUDGET
-        if emitted:
-            anchor[n] = tokens[emitted - 1]
-        record[n, [EMITTED, ACCEPTED, WHY]] = emitted, accepted, done[n]
-        kept[n] = emitted
 
 
 from .oracle_moe import experts_down, experts_up, mxfp4, route  # noqa: F401 it needs the equations above

@@ -1,14 +1,14 @@
 """The record of a slot: all that the host reads of a round, i32. Fields and offsets are said here alone.
 
-accept writes it: oracle.py and cpu/control.py import these numbers, control.cu gets them as macros (`defines`).
+accept writes it: oracle_control.py and cpu/control.py import these numbers, control.cu gets them as macros
+(`defines`).
 """
 
 from dataclasses import dataclass
 
-EMITTED, ACCEPTED, WHY = range(
-    3
-)  # tokens committed; drafts kept before the cuts; why the slot ended, 0: it runs
-TOKENS = 3  # from here on B tokens, then the B drafts that were looked at, whose first is -1; -1 where there is none
+# Tokens committed; drafts kept before the cuts; why the slot ended, 0: it runs.
+EMITTED, ACCEPTED, WHY = range(3)
+TOKENS = 3  # from here on B tokens, then the B drafts that were looked at, the first -1; -1: there is none
 STOPPED, OUT_OF_BUDGET, NOT_FINITE = 1, 2, 3  # why
 NAMES = "EMITTED", "ACCEPTED", "WHY", "TOKENS", "STOPPED", "OUT_OF_BUDGET", "NOT_FINITE"
 

@@ -1,4 +1,5 @@
-"""`Weight`: one matrix of a checkpoint, or one for each expert, as a backend keeps it; and what a weight may be."""
+"""`Weight`: one matrix of a checkpoint, or one for each expert, as a backend keeps it;
+and what a weight may be."""
 
 from dataclasses import dataclass, replace
 from math import prod
@@ -6,9 +7,13 @@ from math import prod
 TILE = 16  # rows are packed in groups of 16; a slice of a packed weight starts on such a group
 MATRIX, PAIRS, TABLE, VECTOR = "matrix", "pairs", "table", "vector"
 EXPERTS, EXPERT_PAIRS = "experts", "expert pairs"
-# What a weight is for, which decides how a backend lays it out. PAIRS: gate rows, then as many up rows, used in pairs. TABLE:
-# rows are also looked up one by one. EXPERTS and EXPERT_PAIRS: a matrix, or pairs, for each expert. VECTOR: f32, no Weight.
+# What a weight is for, which decides how a backend lays it out. PAIRS: gate rows, then as many up rows, used
+# in pairs. TABLE: rows are also looked up one by one. EXPERTS and EXPERT_PAIRS:
+# a matrix, or pairs, for each expert. VECTOR: f32, no Weight.
 ROLES = MATRIX, PAIRS, TABLE, EXPERTS, EXPERT_PAIRS, VECTOR
+E2M1 = tuple(
+    sign * size for sign in (1.0, -1.0) for size in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+)  # of a nibble
 BITS = {"f32": 32, "bf16": 16, "mxfp4": 4.25}  # a number, its share of a block's scale included
 
 
@@ -19,10 +24,12 @@ def stored_bytes(shape, dtype):
 
 @dataclass(frozen=True)
 class Weight:
-    """y = x @ W.T for W: (rows, cols), rows = output features; (experts, rows, cols) where each expert has its own.
+    """y = x @ W.T for W: (rows, cols), rows = output features; (experts, rows, cols)
+    where each expert has its own.
 
-    dtype: a key of BITS, as stored. layout: "plain" (shape as it is) or "packed" ([rows/16][cols][16] on the CPU;
-    fragment order on a GPU). parts: the backend's arrays; of mxfp4 the blocks, then their scales.
+    dtype: a key of BITS, as stored. layout: "plain" (shape as it is) or "packed" ([rows/16][cols][16] on the
+    CPU; fragment order on a GPU), "packed pairs" where gate and up rows take turns. parts: the backend's
+    arrays; of mxfp4 the blocks, then their scales.
     """
 
     shape: tuple
@@ -49,7 +56,8 @@ class Weight:
         return stored_bytes(self.shape, self.dtype)
 
     def slice(self, first, count):
-        """Rows first .. first+count-1 of a matrix as a view. Errors: ValueError when a packed slice cuts a group of 16."""
+        """Rows first .. first+count-1 of a matrix as a view. Errors: ValueError when a packed slice cuts a
+        group of 16."""
         shape, end = (count, self.cols), first + count
         if self.layout == "plain":
             return replace(self, shape=shape, parts=tuple(part[first:end] for part in self.parts))

@@ -1,18 +1,20 @@
-"""config.json -> one frozen ModelConfig or DrafterConfig (stack.py). Families differ in fields, not in classes."""
+"""config.json -> one frozen ModelConfig or DrafterConfig (stack.py).
+Families differ in fields, not in classes."""
 
 from itertools import pairwise
 
 from .config_keys import DRAFTER_FIXED, FIXED, Reader
 from .errors import UserError
+from .families import FAMILIES, TRAINING
 from .stack import DrafterConfig, Layer, ModelConfig
 from .values import told
 
 # Named here so that the refusal says "not built yet" and not "unknown"; models.md 3 to 6.
 LATER = {
-    "qwen3_moe": "qwen3_moe", "gpt_oss": "gpt_oss", "gemma4": "gemma4", "gemma4_text": "gemma4",
+    "gemma4": "gemma4", "gemma4_text": "gemma4",
     "qwen3_5": "qwen3_5", "qwen3_5_text": "qwen3_5", "qwen3_5_moe": "qwen3_5",
 }  # fmt: skip
-BUILT = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+BUILT = {name: family.architecture for name, family in FAMILIES.items()}
 DRAFTER = "DFlashDraftModel"
 WIDEST = 64  # widest block; above what the drafter was trained on acceptance falls (golden README)
 VARIANTS = {
@@ -50,8 +52,8 @@ def _ids(reader, key, found, vocab):
 def read_target(config, generation=None, tensors=None):
     """The target that config.json describes.
 
-    config, generation: the parsed config.json and generation_config.json (None: no such file). tensors: what the
-    files hold, by name; sizes are believed no further than that (None: not known).
+    config, generation: the parsed config.json and generation_config.json (None: no such file). tensors: what
+    the files hold, by name; sizes are believed no further than that (None: not known).
     Errors: UserError naming the key, what it holds and what is supported. Source: models.md 0.1, 1, 2.
     """
     reader = Reader(config, "target", tensors)
@@ -72,30 +74,33 @@ def read_target(config, generation=None, tensors=None):
                 f"architecture {names or model_type} ({LATER[model_type]}) is not built yet", hint=hint
             )
         raise UserError(f"architecture {names or model_type} is not supported", hint=hint)
-    sizes, facts, count = reader.sizes()
+    rules = FAMILIES[family]
+    sizes, facts, count = reader.sizes(rules.bias)
     windows = reader.windows(count)
-    if family == "llama" and any(windows):
-        reader.refuse("layer_types", "sliding_attention", "full_attention in every llama layer")
+    facts |= rules.layer(reader, facts, windows)
     vocab = reader.number("vocab", "vocab_size", int, 1)
     tied = reader.flag("tied", "tie_word_embeddings", False)
     generation = generation or {}
-    stops = [*_ids(reader, "eos_token_id", config.get("eos_token_id"), vocab),
-             *_ids(reader, "generation_config.eos_token_id", generation.get("eos_token_id"), vocab)]  # fmt: skip
+    stops = [*_ids(reader, "eos_token_id", config.get("eos_token_id"), vocab)]
+    stops += _ids(reader, "generation_config.eos_token_id", generation.get("eos_token_id"), vocab)
     bos = config.get("bos_token_id")
     bos = list(_ids(reader, "bos_token_id", generation.get("bos_token_id") if bos is None else bos, vocab))
-    facts["qk_norm"] = family == "qwen3"
     result = ModelConfig(
-        family=family, vocab=vocab, tied=tied, layers=tuple(Layer(window=window, **facts) for window in windows),
+        family=family, vocab=vocab, tied=tied,
+        layers=tuple(Layer(window=window, **facts) for window in windows),
         max_positions=reader.number("max_positions", "max_position_embeddings", int, 1),
         stop_ids=tuple(dict.fromkeys(stops)), bos_id=bos[0] if bos else None,
         dtype=str(config.get("dtype") or config.get("torch_dtype") or ""), sources=reader.sources, **sizes,
     )  # fmt: skip
-    reader.finish(FIXED)
+    if any(layer.experts for layer in result.layers):
+        reader.used |= TRAINING
+    reader.finish({key: value for key, value in FIXED.items() if key not in rules.free} | rules.fixed)
     return result
 
 
 def suggested_taps(target_layers, n):
-    """The reference's default rule for n taps; only ever printed as a hint, never used (F03). models.md 7.1."""
+    """The reference's default rule for n taps; only ever printed as a hint, never used (F03).
+    models.md 7.1."""
     if n == 1:
         return [target_layers // 2]
     return [round(1 + i * (target_layers - 4) / (n - 1)) for i in range(n)]
@@ -104,7 +109,8 @@ def suggested_taps(target_layers, n):
 def read_drafter(config, tensors=None):
     """The DFlash v1 drafter that config.json describes, in z-lab's dialect.
 
-    tensors: as read_target. Errors: UserError naming the key; other dialects, variants and unknown keys are refused by name.
+    tensors: as read_target. Errors: UserError naming the key; other dialects,
+    variants and unknown keys are refused by name.
     Source: models.md 7.1 and 7.5, dflash.md 2.1.
     """
     reader = Reader(config, "drafter", tensors)
@@ -140,7 +146,8 @@ def read_drafter(config, tensors=None):
     kinds = zip(windows, _causal(reader, windows), strict=True)
     result = DrafterConfig(
         layers=tuple(
-            Layer(window=window, causal=causal, sees_block=causal, qk_norm=True, **facts) for window, causal in kinds
+            Layer(window=window, causal=causal, sees_block=causal, qk_norm=True, **facts) for window,
+            causal in kinds
         ),
         taps=tuple(taps), vocab=vocab, target_layers=target_layers,
         block=reader.number("block", "block_size", int, 1, high=WIDEST),
@@ -154,7 +161,8 @@ def read_drafter(config, tensors=None):
 
 
 def _causal(reader, windows):
-    """Causal inside the block, one a layer: is_causal, else dflash_config.causal, else by layer (models.md 7.5)."""
+    """Causal inside the block, one a layer: is_causal, else dflash_config.causal,
+    else by layer (models.md 7.5)."""
     stated = reader.flag("causal", "is_causal")
     stated = reader.flag("causal", "causal") if stated is None else stated
     if stated is not None:
@@ -183,7 +191,8 @@ def check_pair(target, drafter):
             f"drafter {source} taps layer {told(drafter.taps[-1])}, the target has {count} layers"
         )
     if drafter.taps[-1] == count - 1:
-        # The reference hands out the last layer after the final norm, other engines before it: nobody can say.
+        # The reference hands out the last layer after the final norm, other engines before it:
+        # nobody can say.
         raise UserError(
             f"drafter {source} taps the last target layer {drafter.taps[-1]}: with or without norm?"
         )

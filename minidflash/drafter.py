@@ -1,10 +1,12 @@
-"""The DFlash drafter: fuse and inject context features, then one pass over the block, then its choice. models.md 7."""
+"""The DFlash drafter: fuse and inject context features, then one pass over the block, then its choice.
+models.md 7."""
 
 from .layers import run_layer
 
 
 def inject(ops, model, s, taps, slot, pos):
-    """KV injection: the context features of `taps` rows go to every drafter layer's cache as key `pos` of the slot.
+    """KV injection: the context features of `taps` rows go to every drafter layer's cache as key `pos` of the
+    slot.
 
     taps: A[T,C] rows of tapped target states. Rows with pos < 0 are not stored.
     """
@@ -12,8 +14,8 @@ def inject(ops, model, s, taps, slot, pos):
     features = s.features[: len(taps)]
     ops.fuse(taps, w["fc"], w["hidden_norm"], config.eps, s.work, features)
     ops.inject(
-        features, w["kv"], w.get("kv_bias"), w["k_norm"], config.eps, *model.tables[0], slot, pos, pos, s.injected.k,
-        s.injected.v, s.work,
+        features, w["kv"], w.get("kv_bias"), w["k_norm"], config.eps, *model.tables[0], slot, pos, pos,
+        s.injected.k, s.injected.v, s.work,
     )  # fmt: skip
 
 

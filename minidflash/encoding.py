@@ -22,8 +22,9 @@ def without_mark(data, what):
 def decoded(data, what):
     """The text of UTF-8 bytes, without a byte order mark.
 
-    data: bytes. what: where they come from, for messages. Returns str, line ends as they are. Errors: UserError
-    naming the encoding where a mark tells it, else the first byte that is not UTF-8. Source: Unicode 2.6.
+    data: bytes. what: where they come from, for messages. Returns str, line ends as they are. Errors:
+    UserError naming the encoding where a mark tells it, else the first byte that is not UTF-8.
+    Source: Unicode 2.6.
     """
     try:
         return without_mark(data, what).decode("utf-8")

@@ -17,9 +17,10 @@ from .values import whole
 class Model:
     """A stack with its weights on the backend.
 
-    config: a Stack. weights: by our names; layers: one dict a layer. embed, head: the tables it reads ids from and
-    ranks them with; a drafter's are its target's. tables: (cos, sin) of each layer, (P, J) f32. ids: it chooses ids
-    below this: what the target's tokenizer knows, so that no padding row of a head is ever drawn.
+    config: a Stack. weights: by our names; layers: one dict a layer. embed, head: the tables it reads ids
+    from and ranks them with; a drafter's are its target's. tables: (cos, sin) of each layer, (P, J) f32. ids:
+    it chooses ids below this: what the target's tokenizer knows, so that no padding row of a head is ever
+    drawn.
     """
 
     config: Any
@@ -36,12 +37,13 @@ class Model:
 class Engine:
     """A loaded target, perhaps with a drafter. One run at a time (`is_busy`); load two for two threads.
 
-    ctx: positions a run may use; a drafter may be made for fewer, and drafted runs then end there. notes: what a user
-    should know about the pair, one line each. state and programs are made by the first run. draft: the calls that fill
-    state.drafts; a test may put a replay there. can_sample: a first draw has compiled what it needs.
-    is_interrupted: set it while a run goes on, from a signal handler or another thread. The run ends with the round
-    that is read next, whose finish_reason says "interrupted"; answers that have not begun are left out. Source:
-    engine.md 6.
+    ctx: positions a run may use; a drafter may be made for fewer, and drafted runs then end there. notes:
+    what a user should know about the pair, one line each. state and programs are made by the first run.
+    draft: the calls that fill state.drafts; a test may put a replay there.
+    can_sample: a first draw has compiled what it needs.
+    is_interrupted: set it while a run goes on, from a signal handler or another thread. The run ends with the
+    round that is read next, whose finish_reason says "interrupted"; answers that have not begun are left out.
+    Source: engine.md 6.
     """
 
     ops: Any
@@ -68,15 +70,17 @@ class Engine:
 
 
 def load(
-    target="default", drafter=..., backend="auto", activations=None, ctx=None, prefill_chunk=None, revision=None,
-    drafter_revision=None, offline=False, device=0, progress=None, warm=True, **backend_options,
+    target="default", drafter=..., backend="auto", activations=None, ctx=None, prefill_chunk=None,
+    revision=None, drafter_revision=None, offline=False, device=0, progress=None, warm=True,
+    **backend_options,
 ):  # fmt: skip
     """Open a checkpoint pair and put it on a backend.
 
-    target, drafter, revision, drafter_revision: as pair.open_pair. backend: as kernels.ops. ctx: positions a run may
-    use, default what the target allows and memory holds. prefill_chunk: prompt tokens in one pass, default the
-    backend's. progress: None or progress(label, done, total). warm: compile the kernels now, timed as jit_s, not in
-    the first run. Returns an Engine. Errors: UserError, with .hint. Source: engine.md 4-6.
+    target, drafter, revision, drafter_revision: as pair.open_pair. backend: as kernels.ops. ctx: positions a
+    run may use, default what the target allows and memory holds. prefill_chunk: prompt tokens in one pass,
+    default the backend's. progress: None or progress(label, done, total). warm: compile the kernels now,
+    timed as jit_s, not in the first run. Returns an Engine. Errors: UserError, with .hint.
+    Source: engine.md 4-6.
     """
     from minidflash.kernels import open_ops
     from minidflash.weights.manifest import start_check
@@ -112,7 +116,8 @@ def load(
     engine = Engine(
         ops=ops, target=model, drafter=draft_model, tokenizer=tokenizer, stop_ids=stop_ids,
         target_name=files.name, drafter_name=pair.drafter and pair.drafter.files.name, ctx=plan.ctx,
-        chunk=plan.chunk, table_bytes=plan.memory["rope_tables"], load_s=time.perf_counter() - begun, notes=pair.notes,
+        chunk=plan.chunk, table_bytes=plan.memory["rope_tables"], load_s=time.perf_counter() - begun,
+        notes=pair.notes,
     )  # fmt: skip
     if warm:
         from .warm import warm_up
@@ -124,7 +129,8 @@ def load(
 def build(ops, config, bound, tables, progress=None):
     """Model from bound tensors: matrices become Weights, vectors f32, one by one, pages let go.
 
-    tables: (rope, rotary width) -> (cos, sin). A drafter's layers see their rows of what injection needs of all layers.
+    tables: (rope, rotary width) -> (cos, sin). A drafter's layers see their rows of what injection needs of
+    all layers.
     """
     from minidflash.kernels.weight import VECTOR
 
@@ -135,7 +141,9 @@ def build(ops, config, bound, tables, progress=None):
         if name.startswith("layers."):
             _, i, short = name.split(".", 2)
             where = model.layers[int(i)]
-        where[short] = vector(ops, one) if one.role == VECTOR else ops.weight(one.parts, one.role)
+        where[short] = (
+            vector(ops, one) if one.role == VECTOR else ops.weight(one.parts, one.role, experts_of(one))
+        )
         model.nbytes += where[short].nbytes
         if progress:
             progress("weights", done + 1, len(bound))
@@ -148,6 +156,11 @@ def build(ops, config, bound, tables, progress=None):
         if "kv" not in layer:
             layer["kv"] = model.weights["kv"].slice(i * rows, rows)
     return model
+
+
+def experts_of(bound):
+    """How many experts a weight belongs to; 0: it is a matrix."""
+    return bound.shape[0] if len(bound.shape) == 3 else 0
 
 
 def vector(ops, bound):

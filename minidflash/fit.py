@@ -1,4 +1,5 @@
-"""How much memory a pair needs, before a weight is read: the run's own allocation, with buffers that only count."""
+"""How much memory a pair needs, before a weight is read: the run's own allocation,
+with buffers that only count."""
 
 import os
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ KEPT_FREE = 0.9  # of all free memory, where nobody said how long the context is
 
 
 class Counting:
-    """An Ops whose arrays have a shape and a size but take no memory. ops: whose storage types and workspace rule."""
+    """An Ops whose arrays have a shape and a size but take no memory.
+    ops: whose storage types and workspace rule."""
 
     def __init__(self, ops):
         self.backend, self._types = (
@@ -33,7 +35,8 @@ class Counting:
 
 @dataclass(frozen=True)
 class Plan:
-    """What `load` will hold. ctx: positions of a run. limit: that the target allows. chunk: prompt tokens in one pass.
+    """What `load` will hold. ctx: positions of a run. limit: that the target allows.
+    chunk: prompt tokens in one pass.
 
     memory: name -> bytes: weights, rope_tables, target_cache, drafter_cache, workspace.
     """
@@ -69,8 +72,8 @@ def make_plan(ops, pair, ctx=None, chunk=None, block=None):
 def needed(ops, target, drafter, ctx, block=None, chunk=256, weights=0):
     """Bytes of what a run on `ops` holds, as Plan.memory.
 
-    target, drafter: configs (drafter None: plain decoding). ctx: positions. block: default what the drafter was
-    trained on. weights: their bytes. Errors: none.
+    target, drafter: configs (drafter None: plain decoding). ctx: positions. block: default what the drafter
+    was trained on. weights: their bytes. Errors: none.
     """
     tables = table_bytes(positions_of(target, drafter, ctx))
     block = 1 if drafter is None else block or drafter.block
@@ -80,7 +83,8 @@ def needed(ops, target, drafter, ctx, block=None, chunk=256, weights=0):
 
 
 def positions_of(target, drafter, ctx):
-    """(rope, rotary width) -> positions that its tables of angles hold: equal ones of both models share them."""
+    """(rope, rotary width) -> positions that its tables of angles hold:
+    equal ones of both models share them."""
     found = dict.fromkeys(target.rotations, ctx + WIDEST)
     for rotation in drafter.rotations if drafter else ():
         found[rotation] = max(found.get(rotation, 0), drafter.context(ctx) + WIDEST)
@@ -102,8 +106,8 @@ def fitting_context(ops, limit, total):
 def check_fit(ops, ctx, total):
     """Refuse a context that a GPU's memory does not hold, before a weight is read.
 
-    total: positions -> bytes. The host is not asked: it may swap, and says itself when it cannot. Errors: UserError,
-    code 3, with the context that fits.
+    total: positions -> bytes. The host is not asked: it may swap, and says itself when it cannot.
+    Errors: UserError, code 3, with the context that fits.
     """
     if not hasattr(ops.backend, "free_memory"):
         return
@@ -112,7 +116,8 @@ def check_fit(ops, ctx, total):
         return
     one = (total(2048) - total(1024)) / 1024  # bytes of a position
     fits = int((free - total(1024)) / one + 1024) // 64 * 64
-    words = f"{ctx} positions need {total(ctx) / 1e9:.1f} GB with the weights, the GPU has {free / 1e9:.1f} GB for them"
+    need, have = f"{total(ctx) / 1e9:.1f} GB", f"{free / 1e9:.1f} GB"
+    words = f"{ctx} positions need {need} with the weights, the GPU has {have} for them"
     if fits < 64:
         raise UserError(words, "take a smaller model or another GPU, or use --backend numba", code=3)
     raise UserError(words, f"--ctx {fits} fits", code=3)

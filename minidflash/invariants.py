@@ -4,10 +4,11 @@ import numpy as np
 
 
 def check(engine, s, request, record, committed, injected):
-    """Invariants of engine.md 2, on the host, after a round. Errors: AssertionError naming the one that broke.
+    """Invariants of engine.md 2, on the host, after a round.
+    Errors: AssertionError naming the one that broke.
 
-    record: kernels.record.Record. committed: tokens of the run so far, this round's included. injected: how many context features this round had to
-    inject; None for a round that lets them wait.
+    record: kernels.record.Record. committed: tokens of the run so far, this round's included. injected: how
+    many context features this round had to inject; None for a round that lets them wait.
     """
     ops, vocab, emitted = engine.ops, engine.target.config.vocab, record.emitted
     start, fresh, anchor, kept = (int(ops.download(b)[0]) for b in (s.start, s.fresh, s.anchor, s.kept))

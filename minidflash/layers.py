@@ -6,8 +6,8 @@ from .state import wide
 def run_layer(ops, model, i, rows, cache, work, taps=None, tap_at=0):
     """Layer i of a model on rows.x, in place; what later rows need of it goes to its cache.
 
-    model: engine.Model. rows: state.Rows. cache: state.Cache of the layer. taps: where the new x also goes, at column
-    tap_at. Source: models.md 0, 7.3.
+    model: engine.Model. rows: state.Rows. cache: state.Cache of the layer. taps: where the new x also goes,
+    at column tap_at. Source: models.md 0, 7.3.
     """
     layer, w = model.config.layers[i], model.layers[i]
     MIXERS[layer.mixer](ops, model.config, layer, w, model.tables[i], rows, cache, work)
@@ -18,8 +18,8 @@ def attention(ops, stack, layer, w, tables, rows, cache, work):
     """x += Wo attend(Wq n(x), keys and values of the cache), after this pass's own went there."""
     q, o = (wide(buffer, layer.heads, layer.head_size) for buffer in (rows.q, rows.o))
     ops.qkv(
-        rows.x, w["attn_norm"], stack.eps, w["q"], w["kv"], w.get("q_bias"), w.get("kv_bias"), w.get("q_norm"),
-        w.get("k_norm"), *tables, *rows.address, cache.k, cache.v, work, q,
+        rows.x, w["attn_norm"], stack.eps, w["q"], w["kv"], w.get("q_bias"), w.get("kv_bias"),
+        w.get("q_norm"), w.get("k_norm"), *tables, *rows.address, cache.k, cache.v, work, q,
     )  # fmt: skip
     begin = rows.begin if layer.sees_block else rows.pos
     ops.attend(
@@ -37,10 +37,26 @@ def mlp(ops, stack, layer, w, rows, work, taps, tap_at):
     ops.linear_add(h, w["down"], None, tap_row, tap_at, rows.x, taps, work)
 
 
+def experts(ops, stack, layer, w, rows, work, taps, tap_at):
+    """x += what the chosen experts make of n(x), each by its share; and to the taps."""
+    e, r = layer.experts, rows.experts
+    h = wide(rows.h, e.used, layer.ffn_width)
+    ops.route(
+        rows.x, w["mlp_norm"], stack.eps, w["router"], w.get("router_bias"), int(e.normalise), rows.pos, r.touched,
+        work, r.u, r.expert, r.share, r.begin, r.order,
+    )  # fmt: skip
+    ops.experts_up(r.u, w["experts_up"], w.get("up_bias"), *r.groups, e.act, e.limit, e.alpha, work, h)
+    tap_row = rows.tap_row if taps is not None else None
+    ops.experts_down(
+        h, w["experts_down"], w.get("down_bias"), r.expert, r.share, r.begin, r.order, tap_row, tap_at, rows.x, taps, work
+    )  # fmt: skip
+
+
 def addressed_by_position(ops, s, layer, cache):
-    """Commit of attention: nothing. Keys behind the committed rows are written over before a row sees them."""
+    """Commit of attention: nothing. Keys behind the committed rows are written over before a row sees
+    them."""
 
 
-MIXERS, FFNS = {"attention": attention}, {"mlp": mlp}
+MIXERS, FFNS = {"attention": attention}, {"mlp": mlp, "experts": experts}
 # mixer -> how its cache becomes that behind the s.kept rows of the verify pass
 COMMITS = {"attention": addressed_by_position}

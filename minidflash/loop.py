@@ -22,8 +22,8 @@ REASONS = {0: None, STOPPED: "stop", OUT_OF_BUDGET: "length", NOT_FINITE: None}
 def one_round(engine, s, drafts, width, is_injecting, choice="likeliest"):
     """The fixed list of kernel calls of a round (engine.md 2): inject, draft, verify, accept, commit.
 
-    A plain round lets its context feature wait (at most B do) and the next drafting round injects them together:
-    one read of fc and of the K and V projections for up to B features instead of one each.
+    A plain round lets its context feature wait (at most B do) and the next drafting round injects them
+    together: one read of fc and of the K and V projections for up to B features instead of one each.
     """
     ops, taps = engine.ops, engine.drafter.config.taps if drafts else ()
     if is_injecting:
@@ -37,7 +37,8 @@ def one_round(engine, s, drafts, width, is_injecting, choice="likeliest"):
 
 
 def accept(ops, s, width):
-    """Keep the drafts that the target's choices of `width` rows confirm, and go on from its token behind them."""
+    """Keep the drafts that the target's choices of `width` rows confirm,
+    and go on from its token behind them."""
     state = s.start, s.anchor, s.fresh, s.left, s.done
     ops.accept(s.drafts, s.choice[: s.slots * width], s.stop, *state, s.record, s.kept)
 
@@ -71,7 +72,8 @@ def prefill(engine, s, request):
 
 
 def begin(engine, s, request, number, first):
-    """Start sample `number` behind the prompt: commit its first token. Rows of an earlier sample are overwritten."""
+    """Start sample `number` behind the prompt: commit its first token.
+    Rows of an earlier sample are overwritten."""
     ops = engine.ops
     request.sampling.place(ops, s, number)
     ops.upload(s.choice[:1], np.array([first[0]], np.int32))
@@ -127,16 +129,9 @@ def sample_rounds(engine, s, request, timing, number, first):
             if os.environ.get("MINIDFLASH_CHECK") == "1":
                 check(engine, s, request, record, ahead.committed, one.injected)
             found = Round(
-                record.tokens,
-                None,
-                record.drafts,
-                record.accepted,
-                width,
-                one.seconds,
-                reason,
-                number,
-                one.logprobs,
-            )
+                record.tokens, None, record.drafts, record.accepted, width, one.seconds, reason, number,
+                one.logprobs, one.experts,
+            )  # fmt: skip
             yield from texts.push(found, reason is not None)
     yield from texts.finish()
     if record.why == NOT_FINITE and not texts.is_stopped:
@@ -150,9 +145,11 @@ def why_it_ends(engine, code):
 
 
 def not_finite(position):
-    """The UserError of a run whose target computes no numbers. Code 1: what was generated before it is right."""
+    """The UserError of a run whose target computes no numbers. Code 1:
+    what was generated before it is right."""
     return UserError(
-        f"the target's logits at position {position} are not finite (NaN or infinity): damaged weights, or an overflow",
+        f"the target's logits at position {position} are not finite (NaN or infinity): damaged weights, "
+        f"or an overflow",
         "fetch the checkpoint again, or try --activations f32",
         code=1,
     )

@@ -16,7 +16,8 @@ from .values import flag, instance, is_word, told, whole, whole_number
 
 # Keywords of generate and stream, and their defaults. None of block: what the drafter was trained on.
 OPTIONS = {
-    "max_tokens": 256, "stop": (), "ignore_eos": False, "block": None, "verify": "auto", "raw": False, "system": None,
+    "max_tokens": 256, "stop": (), "ignore_eos": False, "block": None, "verify": "auto", "raw": False,
+    "system": None,
     "template_args": None, "drafter": True,
 } | sampling.OPTIONS  # fmt: skip
 
@@ -25,7 +26,8 @@ OPTIONS = {
 class Request:
     """Checked. ids: the prompt. drafts: whether the drafter takes part. verify: rows a round, or "auto".
 
-    raw: text is that of all channels. sampling: how tokens are chosen. options: what was asked for, as plain values. begun: when, by perf_counter.
+    raw: text is that of all channels. sampling: how tokens are chosen.
+    options: what was asked for, as plain values. begun: when, by perf_counter.
     """
 
     ids: list
@@ -42,10 +44,11 @@ class Request:
 
     @classmethod
     def of(cls, engine, prompt, given):
-        """Check keywords and prompt. None is "not given"; of drafter it is plain decoding, as False and "none" are.
+        """Check keywords and prompt. None is "not given"; of drafter it is plain decoding,
+        as False and "none" are.
 
-        Errors: TypeError for an unknown keyword; UserError for a bad value, for a prompt that is none or does not fit,
-        and while the engine generates.
+        Errors: TypeError for an unknown keyword; UserError for a bad value, for a prompt that is none or does
+        not fit, and while the engine generates.
         """
         begun = time.perf_counter()
         for name in given:
@@ -65,7 +68,8 @@ class Request:
         check_room(engine, len(ids), o["max_tokens"], drafts)
         told_back = {name: o[name] for name in given}
         return cls(
-            ids, o["max_tokens"], o["stop"], o["ignore_eos"], o["raw"], block, verify, drafts, law, told_back, begun
+            ids, o["max_tokens"], o["stop"], o["ignore_eos"], o["raw"], block, verify, drafts, law, told_back,
+            begun
         )  # fmt: skip
 
 
@@ -97,7 +101,8 @@ def _plain(engine, options):
 
 
 def check_room(engine, count, max_tokens, drafts):
-    """Refuse a run that needs more positions than there are. Errors: UserError with the numbers and what helps."""
+    """Refuse a run that needs more positions than there are.
+    Errors: UserError with the numbers and what helps."""
     need, longest = count + max_tokens, engine.target.config.max_positions
     words = f"{count} prompt tokens and {told(max_tokens)} new ones need {told(need)} positions"
     if need > engine.ctx:
@@ -117,8 +122,8 @@ def check_room(engine, count, max_tokens, drafts):
 def prompt_ids(engine, prompt, options):
     """Ids of a prompt: a sequence of ids as it is, a list of messages or a str through the chat template.
 
-    Errors: UserError for an empty prompt, ids without a row in the target's embedding, text without a tokenizer, and
-    what is no prompt.
+    Errors: UserError for an empty prompt, ids without a row in the target's embedding, text without a
+    tokenizer, and what is no prompt.
     """
     is_chat = isinstance(prompt, (list, tuple)) and any(isinstance(item, Mapping) for item in prompt)
     if isinstance(prompt, str) or is_chat:

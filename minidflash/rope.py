@@ -18,7 +18,8 @@ ROPE_KEYS = {
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary frequencies. theta: base. kind: default, llama3 or yarn; the fields after it are theirs (0: unset)."""
+    """Rotary frequencies. theta: base. kind: default, llama3 or yarn;
+    the fields after it are theirs (0: unset)."""
 
     theta: float
     kind: str = "default"
@@ -90,7 +91,8 @@ class Rope:
 
 
 def rope_tables(ops, rope, size, positions):
-    """cos and sin, (positions, J): the angle in f32 as the reference has it, its cosine in float64, rounded once."""
+    """cos and sin, (positions, J): the angle in f32 as the reference has it, its cosine in float64,
+    rounded once."""
     frequencies, multiplier = rope.frequencies(size)
     tables = tuple(ops.array((positions, len(frequencies)), "f32") for _ in range(2))
     for first in range(0, positions, PIECE):

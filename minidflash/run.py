@@ -10,9 +10,10 @@ from .stats import Memory, Result, Timing
 def stream(engine, prompt, **options):
     """Generate, yielding one `Round` a round; the first one is the token that prefill chose.
 
-    prompt: str (chat template applied unless raw=True), list of ids, or list of chat messages. options: keywords as
-    the flags, see request.py. Returns a generator; closing it early leaves the engine usable, one that was never begun
-    holds nothing. The last Round has a finish_reason, also when `engine.is_interrupted` ended the run.
+    prompt: str (chat template applied unless raw=True), list of ids, or list of chat messages. options:
+    keywords as the flags, see request.py. Returns a generator; closing it early leaves the engine usable, one
+    that was never begun holds nothing. The last Round has a finish_reason,
+    also when `engine.is_interrupted` ended the run.
     Errors: TypeError for an unknown keyword, UserError for what cannot be run, both at the call.
     Source: models.md 7.4, engine.md 2.
     """
@@ -42,9 +43,9 @@ def finish(engine, request, rounds, timing, reason=None):
         setattr(memory, name, value)
     timing.load_s, timing.jit_s = engine.load_s, engine.jit_s
     return Result.of(
-        rounds, request.block if request.drafts else None, reason, timing, memory, samples=request.sampling.samples,
-        prompt_tokens=len(request.ids), backend=engine.ops.name, activations=engine.ops.activations,
-        machine=machine_of(engine.ops), target=engine.target_name,
+        rounds, request.block if request.drafts else None, reason, timing, memory,
+        samples=request.sampling.samples, prompt_tokens=len(request.ids), backend=engine.ops.name,
+        activations=engine.ops.activations, machine=machine_of(engine.ops), target=engine.target_name,
         drafter=engine.drafter_name if request.drafts else None, options=request.options,
     )  # fmt: skip
 

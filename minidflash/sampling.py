@@ -20,10 +20,11 @@ MOST_SAMPLES = 65536  # the first tokens of all of them are drawn and kept befor
 class Sampling:
     """Checked. A draw belongs to (seed, sample, position), so it does not matter which round makes it.
 
-    accept "match" (sample-and-match): the target's own draw at every position decides, and drafts that equal it are
-    kept. So the text is drawn from the target's filtered law, whatever the drafter, and is the same without one.
-    accept "reject": drafts are drawn from the drafter's law, through the same filters, and kept by rejection sampling.
-    The law is the same, the text is not: it depends on the drafter, the block and the rows verified.
+    accept "match" (sample-and-match): the target's own draw at every position decides, and drafts that equal
+    it are kept. So the text is drawn from the target's filtered law, whatever the drafter, and is the same
+    without one. accept "reject": drafts are drawn from the drafter's law, through the same filters, and kept
+    by rejection sampling. The law is the same, the text is not: it depends on the drafter,
+    the block and the rows verified.
     """
 
     temperature: float
@@ -67,8 +68,8 @@ class Sampling:
         """Refuse a number of rows that is not fixed, where the text depends on it. Errors: UserError."""
         if self.accept == "reject" and verify == "auto":
             raise UserError(
-                "--accept reject needs a fixed --verify: it promises the target's law, not the text of plain decoding, "
-                "and what a seed gives depends on how many drafts a round verifies",
+                "--accept reject needs a fixed --verify: it promises the target's law, not the text of plain "
+                "decoding, and what a seed gives depends on how many drafts a round verifies",
                 "add --verify N, or leave out --accept reject",
             )
 

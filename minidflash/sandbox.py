@@ -2,8 +2,9 @@
 
 jinja2's own sandbox keeps a template away from Python; it may still run for ever or fill the memory. Here
 each pass of a loop, each call, filter and test is a step, and each value that a template makes is measured:
-before it is made where its parts tell the size, else right after. Limits grow with the conversation, so that a
-long one is never refused for its length. No thread, signal or process is needed: a library renders anywhere.
+before it is made where its parts tell the size, else right after. Limits grow with the conversation, so that
+a long one is never refused for its length. No thread, signal or process is needed:
+a library renders anywhere.
 """
 
 import json

@@ -1,8 +1,9 @@
 """How many rows to verify: `auto` maximises tokens a second from measured costs and running acceptance."""
 
-# Drafting may lose this many plain rounds to learn whether it pays, and this share of the time so far; what it earned
-# in the text before counts too, up to EARNED plain rounds. So a text of any length is at most about 4 % slower than
-# plain decoding, a first short one included: with a CREDIT of 3, replies of 17 tokens were 14 % slower.
+# Drafting may lose this many plain rounds to learn whether it pays, and this share of the time so far; what
+# it earned in the text before counts too, up to EARNED plain rounds. So a text of any length is at most about
+# 4 % slower than plain decoding, a first short one included: with a CREDIT of 3,
+# replies of 17 tokens were 14 % slower.
 CREDIT, PROBE, EARNED = 0.3, 0.03, 4.0
 DECAY = 0.9  # weight of a round's acceptance, from one round to the next
 KEPT = 0.25  # weight of the last text's acceptance in the next
@@ -21,9 +22,10 @@ def widths(block):
 class Schedule:
     """Chooses v for every round of a run; costs are kept from run to run.
 
-    seconds: {v: time of a whole round that verifies v rows}, measured, then followed. kept, seen: by slot, decayed
-    counts of accepted and reached drafts. lost: seconds that drafting rounds took beyond what plain rounds would
-    have taken for the same tokens; bounded by the allowance, which is what makes auto safe to leave on.
+    seconds: {v: time of a whole round that verifies v rows}, measured, then followed. kept, seen: by slot,
+    decayed counts of accepted and reached drafts. lost: seconds that drafting rounds took beyond what plain
+    rounds would have taken for the same tokens; bounded by the allowance,
+    which is what makes auto safe to leave on.
     """
 
     def __init__(self, block):
@@ -39,7 +41,8 @@ class Schedule:
         self.tokens = 0
 
     def measure(self, run):
-        """Time a round of every width, the better of two after one to warm up. run: width -> seconds of a round."""
+        """Time a round of every width, the better of two after one to warm up.
+        run: width -> seconds of a round."""
         for width in widths(self.block):
             self.seconds[width] = min([run(width) for _ in range(3)][1:])
 

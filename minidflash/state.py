@@ -1,4 +1,5 @@
-"""The caller-owned buffers of a run: caches, lengths, anchor, flags, rows, scratch; their bytes. Allocation only."""
+"""The caller-owned buffers of a run: caches, lengths, anchor, flags, rows, scratch; their bytes.
+Allocation only."""
 
 import math
 from dataclasses import dataclass
@@ -11,7 +12,8 @@ from minidflash.kernels import record
 
 @dataclass
 class Rows:
-    """The rows of one pass: who they are and their activations. All arrays have R rows; a pass uses the first T.
+    """The rows of one pass: who they are and their activations. All arrays have R rows;
+    a pass uses the first T.
 
     q, o, h are as wide as the widest layer needs; `wide` gives a layer its part.
     """
@@ -27,10 +29,12 @@ class Rows:
     q: Any  # A[R,H*K] queries
     o: Any  # A[R,H*K] what attention gives
     h: Any  # A[R,F] inside the ffn
+    experts: Any  # ExpertRows, None where no layer has experts
 
     def first(self, count):
         """The same buffers, cut to `count` rows (views)."""
-        return Rows(*(getattr(self, name)[:count] for name in self.__dataclass_fields__))
+        buffers = [getattr(self, name)[:count] for name in self.__dataclass_fields__ if name != "experts"]
+        return Rows(*buffers, self.experts and self.experts.first(count))
 
     @property
     def address(self):
@@ -43,6 +47,47 @@ class Rows:
         return self.ids, self.slot, self.pos, self.at, self.begin, self.end, self.tap_row
 
 
+@dataclass
+class ExpertRows:
+    """Which experts the rows of a pass go through, as the row `route` says it."""
+
+    touched: Any  # i32[1] distinct experts of all passes and layers so far
+    u: Any  # A[R,D] normed rows
+    expert: Any  # i32[R,U]
+    share: Any  # f32[R,U]
+    begin: Any  # i32[E+1] where each expert's pairs begin in order
+    order: Any  # i32[R*U] pairs r*U + k, expert by expert
+
+    def first(self, count):
+        """The same buffers for `count` rows (views)."""
+        pairs = count * self.expert.shape[1]
+        return ExpertRows(
+            self.touched,
+            self.u[:count],
+            self.expert[:count],
+            self.share[:count],
+            self.begin,
+            self.order[:pairs],
+        )
+
+    @property
+    def groups(self):
+        """What the rows of experts read, in their order."""
+        return self.expert, self.begin, self.order
+
+
+def make_expert_rows(ops, stack, count):
+    """ExpertRows for passes of up to `count` rows; None where no layer has experts. One kind of experts a stack."""
+    kinds = {(e.count, e.used) for e in stack.each("experts") if e}
+    if not kinds:
+        return None
+    ((experts, used),) = kinds
+    return ExpertRows(
+        ops.array((1,), "i32"), ops.array((count, stack.width), "A"), ops.array((count, used), "i32"),
+        ops.array((count, used), "f32"), ops.array((experts + 1,), "i32"), ops.array((count * used,), "i32"),
+    )  # fmt: skip
+
+
 def wide(buffer, *shape):
     """The first numbers of a buffer (R, most) as (R, *shape)."""
     count = len(buffer)
@@ -52,8 +97,9 @@ def wide(buffer, *shape):
 def make_rows(ops, stack, count):
     """Rows for passes of up to `count` rows through a stack."""
     i32 = [ops.array((count,), "i32") for _ in range(7)]
-    widths = stack.width, stack.most("q_rows"), stack.most("q_rows"), stack.most("ffn_width")
-    return Rows(*i32, *(ops.array((count, width), "A") for width in widths))
+    widths = stack.width, stack.most("q_rows"), stack.most("q_rows"), stack.most("inner")
+    buffers = [ops.array((count, width), "A") for width in widths]
+    return Rows(*i32, *buffers, make_expert_rows(ops, stack, count))
 
 
 @dataclass
@@ -67,9 +113,9 @@ class Cache:
 def cache_rows(window, room, newest, cut):
     """S of a layer's cache: `room`, or fewer where a window lets old keys go: then it is a ring.
 
-    window: keys a row sees, 0: all. newest: keys that one pass stores at most. A row of that pass still needs the
-    window - 1 keys before it, so a ring has window - 1 + newest rows; rounded up to a multiple of `cut`, so that the
-    pieces in which attention takes keys never lie across its end.
+    window: keys a row sees, 0: all. newest: keys that one pass stores at most. A row of that pass still needs
+    the window - 1 keys before it, so a ring has window - 1 + newest rows; rounded up to a multiple of `cut`,
+    so that the pieces in which attention takes keys never lie across its end.
     """
     ring = -(-(window - 1 + newest) // cut) * cut if window else room
     return min(ring, room)
@@ -77,15 +123,18 @@ def cache_rows(window, room, newest, cut):
 
 @dataclass
 class State:
-    """Everything a run changes, for N slots. Lengths and flags live on the device; kernels read and write them.
+    """Everything a run changes, for N slots. Lengths and flags live on the device;
+    kernels read and write them.
 
-    start: position of the anchor = rows in the target's cache. fresh: context features that wait for injection, at most B.
-    left: tokens the slot may still emit. done: 0, or why it ended (kernels/record.py). kept: rows of the last verify
-    pass that were committed. carried: arrays [N, ...] that say where a slot is and are not addressed by position;
-    `reset`, `snapshot` and `restore` are theirs. drafts: [N, B]; column 0 is not used. record: what accept tells the host. key, law, logprob: as in the row sample.
+    start: position of the anchor = rows in the target's cache.
+    fresh: context features that wait for injection, at most B.
+    left: tokens the slot may still emit. done: 0, or why it ended (kernels/record.py). kept: rows of the last
+    verify pass that were committed. carried: arrays [N, ...] that say where a slot is and are not addressed
+    by position; `reset`, `snapshot` and `restore` are theirs. drafts: [N, B]; column 0 is not used.
+    record: what accept tells the host. key, law, logprob: as in the row sample.
     mass: [N, B, V], the laws that drafts were drawn from; None where drafts are the likeliest tokens.
-    caches, drafter_caches: a Cache a layer. injected: the drafter's, all layers in one, (L, N, G, S, K): one pass injects
-    into all of them.
+    caches, drafter_caches: a Cache a layer. injected: the drafter's, all layers in one, (L, N, G, S, K): one
+    pass injects into all of them.
     """
 
     slots: int
@@ -124,9 +173,9 @@ class State:
 def make_state(ops, target, drafter, stop_ids, slots, ctx, block, chunk, rejects=False):
     """Allocate a State.
 
-    target, drafter: configs (drafter None: plain decoding, block 1). ctx: positions a slot may use, fewer where the
-    drafter was made for fewer; the caches hold block rows more, since the last block may overshoot. chunk: rows of
-    one prefill pass. rejects: drafts are drawn, so their laws are kept. Errors: MemoryError.
+    target, drafter: configs (drafter None: plain decoding, block 1). ctx: positions a slot may use, fewer
+    where the drafter was made for fewer; the caches hold block rows more, since the last block may overshoot.
+    chunk: rows of one prefill pass. rejects: drafts are drawn, so their laws are kept. Errors: MemoryError.
     """
     wide = slots * block
     count = max(chunk, wide)
@@ -169,11 +218,12 @@ def make_state(ops, target, drafter, stop_ids, slots, ctx, block, chunk, rejects
         "workspace": work.nbytes + _bytes(rows, draft_rows, taps, features, mass),
     }
     return State(
-        slots, ctx, block, chunk, **i32, carried=tuple(i32.values()), stop=stop, masks=masks, drafts=drafts, choice=ops.array((count,), "i32"),
-        record=ops.array((slots, record.size(block)), "i32"), key=ops.array((slots, 4), "i32"),
-        law=ops.array((slots, 3), "f32"), logprob=ops.array((count, 2), "f32"), mass=mass, rows=rows,
-        draft_rows=draft_rows, context_slot=ops.array((wide,), "i32"), context_pos=ops.array((wide,), "i32"), taps=taps, features=features,
-        caches=caches, injected=injected, work=work, memory=memory,
+        slots, ctx, block, chunk, **i32, carried=tuple(i32.values()), stop=stop, masks=masks, drafts=drafts,
+        choice=ops.array((count,), "i32"), record=ops.array((slots, record.size(block)), "i32"),
+        key=ops.array((slots, 4), "i32"), law=ops.array((slots, 3), "f32"),
+        logprob=ops.array((count, 2), "f32"), mass=mass, rows=rows, draft_rows=draft_rows,
+        context_slot=ops.array((wide,), "i32"), context_pos=ops.array((wide,), "i32"), taps=taps,
+        features=features, caches=caches, injected=injected, work=work, memory=memory,
         drafter_caches=[Cache(k, v) for k, v in zip(injected.k, injected.v, strict=True)] if injected else [],
     )  # fmt: skip
 
@@ -189,9 +239,11 @@ def _work_needs(stack, count, head_rows):
         found |= dict.fromkeys([
             (count, stack.width, one.q_rows + one.kv_rows),
             (count, one.q_rows, stack.width),
-            (count, stack.width, 2 * one.ffn_width),
-            (count, one.ffn_width, stack.width),
+            (count * one.inner // one.ffn_width, stack.width, 2 * one.ffn_width),
+            (count * one.inner // one.ffn_width, one.ffn_width, stack.width),
         ])  # fmt: skip
+        if one.experts:
+            found[count, stack.width, one.experts.count] = None
     return [*found, (head_rows, stack.width, stack.vocab)]
 
 
@@ -199,15 +251,16 @@ def _bytes(*buffers):
     """Bytes of arrays and of the arrays of Rows."""
     total = 0
     for buffer in buffers:
-        if isinstance(buffer, Rows):
-            total += sum(getattr(buffer, name).nbytes for name in buffer.__dataclass_fields__)
+        if isinstance(buffer, (Rows, ExpertRows)):
+            total += _bytes(*(getattr(buffer, name) for name in buffer.__dataclass_fields__))
         elif buffer is not None:
             total += buffer.nbytes
     return total
 
 
 def reset(ops, s, slot):
-    """A slot begins anew: at position 0, nothing carried over. Keys of before lie behind it and are written over."""
+    """A slot begins anew: at position 0, nothing carried over. Keys of before lie behind it and are written
+    over."""
     for array in s.carried:
         ops.upload(array[slot : slot + 1], np.zeros((1, *array.shape[1:]), array.dtype))
 

@@ -10,12 +10,14 @@ class Round:
     """One draft-verify-accept round, as `stream` yields it.
 
     tokens: ids committed by it, after stop and budget cuts. text: what they add to the text, None without a
-    tokenizer; a character still incomplete comes with a later round. Of a model with channels the text is that of
-    the final one, with raw=True all of it, special tokens too. drafted: the drafts that were verified
+    tokenizer; a character still incomplete comes with a later round. Of a model with channels the text is
+    that of the final one, with raw=True all of it, special tokens too. drafted: the drafts that were verified
     (v - 1 ids). accepted: how many of them verification kept, before stop and budget cuts. verify: v, the
-    rows verified. seconds: wall time. finish_reason: on a run's last round why it ended, else None. sample: which
-    of several answers to one prompt. logprobs: where asked for, a pair for each token: its log-probability under
-    the law that it was drawn from, and under the model's own (temperature 1, no filter).
+    rows verified. seconds: wall time. finish_reason: on a run's last round why it ended, else None.
+    sample: which of several answers to one prompt. logprobs: where asked for, a pair for each token: its
+    log-probability under the law that it was drawn from, and under the model's own (temperature 1,
+    no filter). experts: distinct ones of a layer that the verified rows went through, the mean over layers;
+    None for a target without.
 
     The first item of a stream is the token that prefill chose: drafted == [], verify == 0. Plain decoding
     yields one token a round with drafted == [], verify == 1. Source: engine.md 2 and 5.
@@ -30,6 +32,7 @@ class Round:
     finish_reason: str | None = None
     sample: int = 0
     logprobs: list | None = None
+    experts: float | None = None
 
 
 @dataclass
@@ -118,8 +121,8 @@ class Result:
     or "interrupted". rounds: tokens committed by each verify round; the prefill's token is not in it, so
     1 + sum(rounds) == len(tokens) unless tokens is empty; [] for plain decoding. prompt_tokens: count.
     machine: one line. target, drafter: names as loaded, drafter None for plain decoding. options: what the
-    run was asked for. samples: None, or with --samples N every answer: text, tokens, finish_reason, rounds (and
-    logprobs); the first is the one told here. logprobs: None, or as in Round. Source: engine.md 5.
+    run was asked for. samples: None, or with --samples N every answer: text, tokens, finish_reason, rounds
+    (and logprobs); the first is the one told here. logprobs: None, or as in Round. Source: engine.md 5.
     """
 
     text: str | None
@@ -143,10 +146,10 @@ class Result:
     def of(cls, rounds, block, finish_reason=None, timing=None, memory_bytes=None, samples=1, **facts):
         """Gather a run's rounds.
 
-        rounds: list of Round as streamed. block: B, None for plain decoding. finish_reason: of the last answer where
-        its rounds say none, default "length". samples: how many answers were asked for; those that had not begun when
-        a run was interrupted are left out. timing.tokens_per_s is filled in where it is None, over
-        all of them. facts: prompt_tokens,
+        rounds: list of Round as streamed. block: B, None for plain decoding. finish_reason: of the last
+        answer where its rounds say none, default "length". samples: how many answers were asked for; those
+        that had not begun when a run was interrupted are left out. timing.tokens_per_s is filled in where it
+        is None, over all of them. facts: prompt_tokens,
         backend, activations, machine, target, drafter, options. Returns Result. Errors: TypeError for a
         missing or unknown fact. Source: engine.md 5.
         """
@@ -192,7 +195,8 @@ class Result:
 
 
 def answer(rounds, block, finish_reason=None):
-    """One sample's text, tokens, finish_reason, rounds, and logprobs if it has them, as a dict. Arguments as Result.of."""
+    """One sample's text, tokens, finish_reason, rounds, and logprobs if it has them, as a dict.
+    Arguments as Result.of."""
     texts = [r.text for r in rounds]
     told = {
         "text": None if None in texts else "".join(texts),

@@ -4,7 +4,8 @@ from .layers import COMMITS, run_layer
 
 
 def forward(ops, model, s, rows, taps):
-    """Run `rows` (ids, slot, pos set) through all layers against the caches of state s; rows.x holds the result.
+    """Run `rows` (ids, slot, pos set) through all layers against the caches of state s;
+    rows.x holds the result.
 
     model: engine.Model. taps: target layers whose output also goes to s.taps, side by side; () for none.
     """
@@ -17,7 +18,8 @@ def forward(ops, model, s, rows, taps):
 def choose(ops, model, s, rows, pick, ids, choice):
     """ids[r] = the target's token after row r, for r in pick (i32[M] on the device).
 
-    choice: "likeliest"; "drawn", by s.key and s.law; or "scored": drawn, with its log-probabilities in s.logprob.
+    choice: "likeliest"; "drawn", by s.key and s.law; or "scored": drawn,
+    with its log-probabilities in s.logprob.
     """
     ranked = model.weights["norm"], model.config.eps, model.head, model.ids
     if choice == "likeliest":
@@ -28,14 +30,16 @@ def choose(ops, model, s, rows, pick, ids, choice):
 
 
 def accept_or_redraw(ops, model, s, rows, ids, choice):
-    """ids[r] = the draft behind row r of a verify pass, or by rejection sampling another in its place. choice: as above."""
+    """ids[r] = the draft behind row r of a verify pass, or by rejection sampling another in its place.
+    choice: as above."""
     ranked = model.weights["norm"], model.config.eps, model.head, model.ids
     logprob = s.logprob[: len(ids)] if choice == "scored" else None
     ops.reject(rows.x, rows.pos, *ranked, s.key, s.law, s.drafts, s.mass, ids, logprob, s.work)
 
 
 def verify(ops, model, s, width, taps, all_rows, choice="likeliest"):
-    """Verify pass: [anchor, drafts[1..width-1]] of every slot; s.choice gets the target's token after each row."""
+    """Verify pass: [anchor, drafts[1..width-1]] of every slot; s.choice gets the target's token after each
+    row."""
     rows, ids = s.rows.first(s.slots * width), s.choice[: s.slots * width]
     ops.stage(s.anchor, s.start, s.fresh, s.done, s.drafts, *rows.staged)
     forward(ops, model, s, rows, taps)

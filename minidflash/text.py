@@ -38,7 +38,8 @@ class StopText:
     def push(self, piece, is_before=False):
         """Take the text that one token added.
 
-        piece: str, "" when the token showed nothing yet. is_before: it comes before the text. Returns is_found.
+        piece: str, "" when the token showed nothing yet. is_before: it comes before the text.
+        Returns is_found.
         Errors: none. Source: F32.
         """
         start = (self._ends[-1] if self._ends else 0) - len(self._tail)
@@ -136,7 +137,8 @@ class RoundText:
         return ready
 
     def _is_kept(self, round):
-        """Whether no later cut can touch the round's tokens, nor the end of its text (a stop may begin inside a token)."""
+        """Whether no later cut can touch the round's tokens, nor the end of its text (a stop may begin inside
+        a token)."""
         tokens, chars = self._tokens_out + len(round.tokens), self._chars_out + len(round.text)
         return tokens <= self._stop.kept_tokens and chars <= self._stop.kept_chars
 

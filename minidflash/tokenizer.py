@@ -157,7 +157,8 @@ class Tokenizer:
         return self._has_byte_tokens and bool(_BYTE_TOKEN.fullmatch(self.backend.id_to_token(token) or ""))
 
     def _encode(self, text, with_special):
-        """Ids of text; the library refuses lone surrogates, which a shell makes of bytes that are not UTF-8."""
+        """Ids of text; the library refuses lone surrogates, which a shell makes of bytes that are not
+        UTF-8."""
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
@@ -169,9 +170,10 @@ class TextStream:
     """Text as ids come in: pieces that are never taken back and join to exactly decode(all ids).
 
     Decoding each piece alone would lose or double spaces (F35), so a window is decoded whose head has been
-    shown already. Held back: a character whose bytes are not complete, and a run of byte tokens: whatever comes
-    next may be a byte with which the ByteFallback decoder turns the whole run into U+FFFD, the characters that
-    were complete too. A run is decoded once, when it ends (F109). Source: F35; tokenizers' decoders.
+    shown already. Held back: a character whose bytes are not complete, and a run of byte tokens: whatever
+    comes next may be a byte with which the ByteFallback decoder turns the whole run into U+FFFD, the
+    characters that were complete too. A run is decoded once, when it ends (F109). Source: F35;
+    tokenizers' decoders.
     """
 
     has_begun = True

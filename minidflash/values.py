@@ -1,4 +1,5 @@
-"""Checked values of keywords: what is meant is taken as plain Python, the rest is a UserError naming the keyword."""
+"""Checked values of keywords: what is meant is taken as plain Python,
+the rest is a UserError naming the keyword."""
 
 import math
 import operator
@@ -13,7 +14,8 @@ def told(value):
     """A value in a message: its repr on one line, cut where it is long."""
     try:
         text = " ".join(repr(value).split())
-    except Exception:  # noqa: BLE001 Python refuses to print a number of more than 4,300 digits, an object may refuse too
+    # Python refuses to print a number of more than 4,300 digits, an object may refuse too.
+    except Exception:  # noqa: BLE001
         text = f"a {type(value).__name__} that cannot be printed"
     return text if len(text) < 100 else text[:96] + " ..."
 

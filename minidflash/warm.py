@@ -13,7 +13,8 @@ NOT_COMPILED = (
 
 
 def warm_up(engine, progress=None):
-    """Prefill one token and run a plain and a drafted round on the engine's own buffers; adds to engine.jit_s.
+    """Prefill one token and run a plain and a drafted round on the engine's own buffers;
+    adds to engine.jit_s.
 
     Kernels are compiled by type, not by shape, so this compiles (or loads from the disk cache) all that a run
     calls. What the rounds compute is thrown away. progress: None or progress(label, done, total).

@@ -1,9 +1,9 @@
 """Automaton pairs: hand-built target + DFlash drafter whose every token can be foretold.
 
-The target is a finite automaton: one-hot embeddings pass untouched through its layers, so the head reads the current
-token alone and names its successor. The drafter's one layer averages the context features it sees and names the
-successor of the token that is in the majority. A slip in taps, norms, masks, chunks, RoPE or cache turns rounds of
-8 into rounds of 1 while the text stays right. FX names are those of the field log.
+The target is a finite automaton: one-hot embeddings pass untouched through its layers, so the head reads the
+current token alone and names its successor. The drafter's one layer averages the context features it sees and
+names the successor of the token that is in the majority. A slip in taps, norms, masks, chunks, RoPE or cache
+turns rounds of 8 into rounds of 1 while the text stays right. FX names are those of the field log.
 """
 
 import json
@@ -33,16 +33,16 @@ def build(folder, name="FX-B", **changes):
 
 
 def write_pair(
-    folder, successor, taps=(1,), recode=None, amplitude=1.0, theta=None, layers=4, block=8, mask=MASK, eos=EOS,
-    max_pos=4096, pad=0, tied=False, ffn=FFN, target_config=None, draft_config=None,
+    folder, successor, taps=(1,), recode=None, amplitude=1.0, theta=None, layers=4, block=8, mask=MASK,
+    eos=EOS, max_pos=4096, pad=0, tied=False, ffn=FFN, target_config=None, draft_config=None,
 ):  # fmt: skip
     """Write one pair; returns (target folder, drafter folder).
 
-    successor: token -> next token, or {token: probability}. recode: target layer -> {token a: token b}, where the
-    residual stream stops saying a and says b. amplitude: scale of the residual stream. theta: RoPE base of the
-    drafter, which then also attends by distance. pad: zero rows after the vocabulary. tied: no head tensor, so
-    every token repeats. ffn: width of the MLPs, above all recoded tokens. target_config, draft_config: keys to set; a
-    value of ... removes the key.
+    successor: token -> next token, or {token: probability}. recode: target layer -> {token a: token b}, where
+    the residual stream stops saying a and says b. amplitude: scale of the residual stream. theta: RoPE base
+    of the drafter, which then also attends by distance. pad: zero rows after the vocabulary. tied: no head
+    tensor, so every token repeats. ffn: width of the MLPs, above all recoded tokens. target_config,
+    draft_config: keys to set; a value of ... removes the key.
     """
     rows = VOCAB + pad
     embed = np.zeros((rows, WIDTH))
@@ -65,9 +65,11 @@ def write_pair(
     draft = {"fc.weight": first_tap, "hidden_norm.weight": np.ones(WIDTH), "norm.weight": np.ones(WIDTH)}
     draft |= _voting_layer("layers.0.", theta is not None, ffn)
     shared = {
-        "hidden_size": WIDTH, "intermediate_size": ffn, "num_attention_heads": HEADS, "num_key_value_heads": HEADS,
+        "hidden_size": WIDTH, "intermediate_size": ffn, "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
         "head_dim": HEAD_SIZE, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "rope_scaling": None,
-        "max_position_embeddings": max_pos, "hidden_act": "silu", "attention_bias": False, "torch_dtype": "bfloat16",
+        "max_position_embeddings": max_pos, "hidden_act": "silu", "attention_bias": False,
+        "torch_dtype": "bfloat16",
         "tie_word_embeddings": tied, "vocab_size": rows,
     }  # fmt: skip
     target_json = shared | {
@@ -75,7 +77,8 @@ def write_pair(
         "bos_token_id": None, "eos_token_id": eos,
     }  # fmt: skip
     draft_json = shared | {
-        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_hidden_layers": 1, "block_size": block,
+        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_hidden_layers": 1,
+        "block_size": block,
         "num_target_layers": layers, "layer_types": ["full_attention"], "sliding_window": None,
         "use_sliding_window": False, "vocab_size": VOCAB, "rope_theta": theta or 10000.0,
         "dflash_config": {"mask_token_id": mask, "target_layer_ids": list(taps)},
@@ -104,7 +107,8 @@ def _idle_layer(prefix, recode, ffn):
 
 
 def _voting_layer(prefix, by_distance, ffn):
-    """A drafter layer that copies the mean of what it sees. by_distance: scores move with RoPE, not with content."""
+    """A drafter layer that copies the mean of what it sees.
+    by_distance: scores move with RoPE, not with content."""
     query_key = np.zeros((WIDTH, WIDTH))
     if by_distance:
         query_key[4::HEAD_SIZE] = 1  # pair (4, 12) if half-split: slow at theta 1e7; pair (4, 5): fast

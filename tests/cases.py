@@ -1,7 +1,8 @@
 """What a kernel test needs: random arguments, a checked call on a backend, and the same call in float64.
 
-A case is a dict of a row's inputs by name, on the host: activations in storage (f32, or bf16 bits), f32 vectors,
-i32 arrays, numbers, `Matrix` or `Experts` for weights. `work` is left out. `run` calls a backend with it, `truth` the oracle.
+A case is a dict of a row's inputs by name, on the host: activations in storage (f32, or bf16 bits), f32
+vectors, i32 arrays, numbers, `Matrix` or `Experts` for weights. `work` is left out.
+`run` calls a backend with it, `truth` the oracle.
 """
 
 from dataclasses import dataclass
@@ -63,7 +64,8 @@ class Blocks:
 
 @dataclass
 class Experts:
-    """A matrix for each of `count` experts: tensors stacked along rows, expert by expert, cut wherever they are."""
+    """A matrix for each of `count` experts: tensors stacked along rows, expert by expert,
+    cut wherever they are."""
 
     parts: list
     count: int
@@ -235,7 +237,7 @@ def truth(name, case, function=None, **sizes):
     return results | ({row.outputs[0].name: out} if row.outputs else {})
 
 
-# ---- sum |terms|: how far rounding of what comes in can move what goes out ----------------------------------------
+# ---- sum |terms|: how far rounding of what comes in can move what goes out ---------------------------------
 
 
 def normed(x, norm, eps):
@@ -264,7 +266,7 @@ def rope_terms(terms, cos, sin):
     return np.concatenate([a * c + b * s, b * c + a * s, rest], axis=-1)
 
 
-# ---- the two questions a kernel test asks ------------------------------------------------------------------------
+# ---- the two questions a kernel test asks ------------------------------------------------------------------
 
 
 def check(ops, name, case, terms, c, **sizes):
@@ -276,7 +278,8 @@ def check(ops, name, case, terms, c, **sizes):
 
 
 def slip(ops, name, case, wrong, terms, c, **sizes):
-    """How many tolerances a wrong kernel is off: `wrong` is a function, or arguments it would have misread."""
+    """How many tolerances a wrong kernel is off: `wrong` is a function,
+    or arguments it would have misread."""
     change = wrong if isinstance(wrong, dict) else {}
     other = truth(name, case | change, None if change else wrong, **sizes)
     right = truth(name, case, **sizes)

@@ -10,7 +10,8 @@ LAWS = [
 
 
 def filtered(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
-    """Probabilities after temperature, top_k, top_p, min_p, in float64 by sorting, as transformers' warpers do."""
+    """Probabilities after temperature, top_k, top_p, min_p, in float64 by sorting,
+    as transformers' warpers do."""
     z = np.asarray(logits, np.float64) / temperature
     z = z - z.max()
     order = np.lexsort((np.arange(len(z)), -z))
@@ -26,9 +27,11 @@ def filtered(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
 
 
 def surprise(counts, law):
-    """How far counts are from a law, in standard deviations of a normal variable: chi-square, Wilson and Hilferty 1931.
+    """How far counts are from a law, in standard deviations of a normal variable:
+    chi-square, Wilson and Hilferty 1931.
 
-    counts, law: arrays of one shape. Outcomes expected fewer than 5 times are one. Infinite for an impossible outcome.
+    counts, law: arrays of one shape. Outcomes expected fewer than 5 times are one.
+    Infinite for an impossible outcome.
     """
     counts, expected = np.ravel(counts).astype(float), np.ravel(law) * np.sum(counts)
     if counts[expected == 0].any():

@@ -22,7 +22,8 @@ def ulp(values, dtype):
 
 
 def ratios(got, want, terms, c):
-    """|error| / (c * eps32 * terms + half an output ulp), elementwise; infinite where one side alone is finite.
+    """|error| / (c * eps32 * terms + half an output ulp), elementwise;
+    infinite where one side alone is finite.
 
     got: f32 or bf16 bits. want: float64. terms: what the sums add up to in absolute value, broadcast to want.
     """
@@ -54,7 +55,8 @@ def assert_close(got, want, terms, c, what=""):
     raise AssertionError(
         f"{what}: {bad.sum()} of {bad.size} outside the tolerance (c = {c}); "
         f"first at {first}: {value[first]} instead of {want[first]}; "
-        f"worst at {tuple(map(int, peak))}: {value[peak]} instead of {want[peak]}, {found[peak]:.3g} tolerances off"
+        f"worst at {tuple(map(int, peak))}: {value[peak]} instead of {want[peak]}, "
+        f"{found[peak]:.3g} tolerances off"
     )
 
 
@@ -69,5 +71,6 @@ def assert_same_bits(got, want, what=""):
     if differs.any():
         first = tuple(int(i) for i in np.argwhere(differs)[0])
         raise AssertionError(
-            f"{what}: {differs.sum()} of {differs.size} differ in bits, first at {first}: {got[first]}, {want[first]}"
+            f"{what}: {differs.sum()} of {differs.size} differ in bits, first at {first}: {got[first]}, "
+            f"{want[first]}"
         )

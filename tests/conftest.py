@@ -3,7 +3,8 @@
 import os
 from functools import lru_cache
 
-# The oracle's matrices are small, and NumPy's threads spin: two test processes on two cores took 37 s for what takes 14.
+# The oracle's matrices are small, and NumPy's threads spin: two test processes on two cores took 37 s for
+# what takes 14.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
@@ -13,8 +14,8 @@ from minidflash.kernels import has_cuda, open_ops
 from minidflash.errors import UserError
 from tests import golden_files
 
-# Read when Numba first runs a parallel kernel: OpenMP threads that spin for a core which others use make tiny models
-# 10 to 100 times slower on a shared machine (F92).
+# Read when Numba first runs a parallel kernel: OpenMP threads that spin for a core which others use make tiny
+# models 10 to 100 times slower on a shared machine (F92).
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 BACKENDS = "oracle", "numba", "emulate", "cuda"
@@ -58,8 +59,8 @@ def parameters(backends=None, activations=("f32", "bf16")):
 
 
 def parameters_with(values, few, backends=None, activations=("f32", "bf16")):
-    """Parameters (ops, value): every backend with all values; the emulator, which is slow, with `few` of them, unless
-    MINIDFLASH_FULL=1 asks for all."""
+    """Parameters (ops, value): every backend with all values; the emulator, which is slow, with `few` of
+    them, unless MINIDFLASH_FULL=1 asks for all."""
     few = values if FULL else few
     return [
         pytest.param(p.values[0], value, id=f"{p.id}-{value}", marks=p.marks)
@@ -69,7 +70,8 @@ def parameters_with(values, few, backends=None, activations=("f32", "bf16")):
 
 
 def only_gpu_tests_skip(report, node):
-    """In CI a skip is a failure, so that a green run has run everything: only tests with the mark `gpu` may skip."""
+    """In CI a skip is a failure, so that a green run has run everything:
+    only tests with the mark `gpu` may skip."""
     is_skip = report.skipped and not hasattr(
         report, "wasxfail"
     )  # an expected failure is reported as skipped too
@@ -91,7 +93,8 @@ def pytest_make_collect_report(collector):  # importorskip of a whole file
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Processes take whole stretches of the tests, so that no two compile one file's kernels at the same time."""
+    """Processes take whole stretches of the tests, so that no two compile one file's kernels at the same
+    time."""
     if config.getvalue("dist") == "load":  # what -n alone means
         from xdist.scheduler import WorkStealingScheduling
 

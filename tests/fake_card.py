@@ -1,4 +1,5 @@
-"""A GPU that is none: CuPy is NumPy in disguise, the driver writes down what it is asked. For tests of the cuda backend."""
+"""A GPU that is none: CuPy is NumPy in disguise, the driver writes down what it is asked.
+For tests of the cuda backend."""
 
 import ctypes
 import types

@@ -11,7 +11,8 @@ PLACES = [ROOT / "tests" / "golden", *map(Path, filter(None, [os.environ.get("MI
 
 
 def golden(name):
-    """Folder of one golden case; skips in words where the fixtures are absent (in CI every such skip fails)."""
+    """Folder of one golden case; skips in words where the fixtures are absent (in CI every such skip
+    fails)."""
     for place in PLACES:
         if (place / name / "golden.safetensors").is_file():
             return place / name

@@ -1,8 +1,10 @@
-"""Whole models for tests: golden pairs loaded once, a prompt's pass laid bare, the reference's rounds clipped."""
+"""Whole models for tests: golden pairs loaded once, a prompt's pass laid bare,
+the reference's rounds clipped."""
 
 import json
 from functools import lru_cache
 
+import ml_dtypes  # noqa: F401 with it NumPy knows bfloat16
 import numpy as np
 from safetensors.numpy import load_file
 
@@ -28,7 +30,8 @@ def target_of(pair):
 
 @lru_cache(maxsize=16)
 def engine_of(target, drafter, backend, activations, **options):
-    """An engine on golden cases by name; drafter None decodes plainly. Kept, since runs leave engines as new."""
+    """An engine on golden cases by name; drafter None decodes plainly.
+    Kept, since runs leave engines as new."""
     return md.load(
         str(golden(target)), drafter=None if drafter is None else str(golden(drafter)), backend=backend,
         activations=activations, warm=False, **options,
@@ -53,7 +56,8 @@ def last_keys(ops, array, total):
 def place(ops, rows, ids, first, slot=0):
     """Address consecutive target rows: token ids at positions first, first + 1, ..."""
     pos = np.arange(first, first + len(ids), dtype=np.int32)
-    columns = {"ids": ids, "slot": np.full(len(ids), slot), "pos": pos, "at": pos, "begin": pos, "end": pos + 1,
+    columns = {"ids": ids, "slot": np.full(len(ids), slot), "pos": pos, "at": pos, "begin": pos,
+               "end": pos + 1,
                "tap_row": np.arange(len(ids))}  # fmt: skip
     for name, values in columns.items():
         ops.upload(getattr(rows, name), np.asarray(values, np.int32))
@@ -79,7 +83,8 @@ def logits_of(engine, rows):
 
 
 def clipped(lengths, total):
-    """The reference's rounds as we count them: cut where the budget ends (golden README, "Comparing rounds")."""
+    """The reference's rounds as we count them: cut where the budget ends (golden README,
+    "Comparing rounds")."""
     rounds, left = [], total - 1
     for gained in lengths:
         if left <= 0:

@@ -1,4 +1,5 @@
-"""Small random pairs with awkward sizes, as checkpoint folders. Their ids mean nothing and depend on everything."""
+"""Small random pairs with awkward sizes, as checkpoint folders. Their ids mean nothing and depend on
+everything."""
 
 import json
 from pathlib import Path
@@ -16,12 +17,13 @@ SIZES = {
 }
 
 
-def write_random(folder, name="odd", seed=0, family="llama", dtype="bf16", max_pos=1024, block=16, windows=None,
-                 draft_config=None, target_config=None):  # fmt: skip
+def write_random(folder, name="odd", seed=0, family="llama", dtype="bf16", max_pos=1024, block=16,
+                 windows=None, draft_config=None, target_config=None):  # fmt: skip
     """Write a random pair under folder/target and folder/draft; returns both folders.
 
-    family: llama or qwen3. dtype: bf16 or f32 weights. windows: None, or (layer kinds, W, is_causal) of the drafter's
-    layers. draft_config, target_config: keys to set in a config; with attention_bias every layer gets its biases.
+    family: llama or qwen3. dtype: bf16 or f32 weights. windows: None, or (layer kinds, W, is_causal) of the
+    drafter's layers. draft_config, target_config: keys to set in a config;
+    with attention_bias every layer gets its biases.
     """
     rng, size = np.random.default_rng(seed), SIZES[name]
     width, vocab, layers, ffn = size["width"], size["vocab"], size["layers"], size["ffn"]
@@ -36,9 +38,12 @@ def write_random(folder, name="odd", seed=0, family="llama", dtype="bf16", max_p
     def layer(prefix, head_norms, config):
         tensors = {
             "input_layernorm": norm(width), "post_attention_layernorm": norm(width),
-            "self_attn.q_proj": matrix(heads * head_size, width), "self_attn.k_proj": matrix(groups * head_size, width),
-            "self_attn.v_proj": matrix(groups * head_size, width), "self_attn.o_proj": matrix(width, heads * head_size),
-            "mlp.gate_proj": matrix(ffn, width), "mlp.up_proj": matrix(ffn, width), "mlp.down_proj": matrix(width, ffn),
+            "self_attn.q_proj": matrix(heads * head_size, width),
+            "self_attn.k_proj": matrix(groups * head_size, width),
+            "self_attn.v_proj": matrix(groups * head_size, width),
+            "self_attn.o_proj": matrix(width, heads * head_size),
+            "mlp.gate_proj": matrix(ffn, width), "mlp.up_proj": matrix(ffn, width),
+            "mlp.down_proj": matrix(width, ffn),
         }  # fmt: skip
         if head_norms:
             tensors |= {"self_attn.q_norm": norm(head_size), "self_attn.k_norm": norm(head_size)}
@@ -60,19 +65,23 @@ def write_random(folder, name="odd", seed=0, family="llama", dtype="bf16", max_p
     for i in range(len(kinds)):
         draft |= layer(f"layers.{i}.", True, draft_config)
     shared = {
-        "hidden_size": width, "intermediate_size": ffn, "num_attention_heads": heads, "num_key_value_heads": groups,
-        "head_dim": head_size, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "rope_scaling": None, "vocab_size": vocab,
+        "hidden_size": width, "intermediate_size": ffn, "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "head_dim": head_size, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "rope_scaling": None,
+        "vocab_size": vocab,
         "max_position_embeddings": max_pos, "hidden_act": "silu", "attention_bias": False,
         "torch_dtype": "bfloat16" if dtype == "bf16" else "float32", "tie_word_embeddings": False,
     }  # fmt: skip
     architecture = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[family]
     target_json = shared | {
-        "architectures": [architecture], "model_type": family, "num_hidden_layers": layers, "bos_token_id": None,
+        "architectures": [architecture], "model_type": family, "num_hidden_layers": layers,
+        "bos_token_id": None,
         "eos_token_id": None,
     } | (target_config or {})  # fmt: skip
     draft_json = shared | {
         "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_hidden_layers": len(kinds),
-        "block_size": block, "num_target_layers": layers, "layer_types": list(kinds), "sliding_window": window,
+        "block_size": block, "num_target_layers": layers, "layer_types": list(kinds),
+        "sliding_window": window,
         "use_sliding_window": window is not None,
         "dflash_config": {"mask_token_id": vocab - 1, "target_layer_ids": list(size["taps"])},
     } | ({} if causal is None else {"is_causal": causal}) | (draft_config or {})  # fmt: skip

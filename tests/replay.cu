@@ -1,5 +1,7 @@
-/* replay: drafts[n][i] = guess[start[n]][i], a table of the plain run's ids with planned mistakes (replay.py).
- * Grid: one block; a thread an asked row. Moves: a few integers. Truth: replay.py copy_drafts. */
+/* replay: drafts[n][i] = guess[start[n]][i], a table of the plain run's ids with planned mistakes.
+ * Grid:   one block; a thread an asked row.
+ * Moves:  a few integers.
+ * Truth:  replay.py copy_drafts. */
 #include "common.cuh"
 
 extern "C" __global__ void replay(const int* guess, const int* start, const int* rows, int* drafts, int count,

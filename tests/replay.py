@@ -1,7 +1,8 @@
 """The replay drafter: drafts that are the plain run's own ids with planned mistakes.
 
-Random drafters accept almost nothing and prove little. This one makes every accepted length and every crop occur,
-and says beforehand which one each round must have. It is a table, so a backend needs one small kernel to read it.
+Random drafters accept almost nothing and prove little. This one makes every accepted length and every crop
+occur, and says beforehand which one each round must have. It is a table,
+so a backend needs one small kernel to read it.
 """
 
 from collections import Counter
@@ -12,7 +13,8 @@ import numpy as np
 
 
 def copy_drafts(guess, start, drafted_rows, drafts):
-    """drafts[n, i] = guess[start[n], i] for the rows n * B + i asked for; all others become -1, which nobody may read.
+    """drafts[n, i] = guess[start[n], i] for the rows n * B + i asked for;
+    all others become -1, which nobody may read.
 
     guess: i32[P, B]. start: i32[N]. drafted_rows: i32[M]. drafts: i32[N, B], written.
     """
@@ -41,8 +43,9 @@ SOURCE = str(Path(__file__).with_suffix(".cu"))
 class Replay:
     """Stands in for engine.draft.
 
-    known: all ids of the plain run, prompt first. plan[p]: how many drafts are right in a round whose anchor lies at
-    position p; the slot after them is wrong, and the ones after that are right again (a trap: they must not count).
+    known: all ids of the plain run, prompt first. plan[p]: how many drafts are right in a round whose anchor
+    lies at position p; the slot after them is wrong, and the ones after that are right again (a trap:
+    they must not count).
     asked: rows of the drafted slots of every program recorded.
     """
 
@@ -77,7 +80,8 @@ class Replay:
         ops._recording.append(("replay", copier(ops.backend), (table, s.start, drafted_rows, s.drafts)))
 
     def expected(self, start, width):
-        """Drafts that a round with its anchor at `start` keeps when it verifies `width` rows; None if unknown."""
+        """Drafts that a round with its anchor at `start` keeps when it verifies `width` rows;
+        None if unknown."""
         accepted = min(int(self.plan[start]), width - 1)
         return accepted if start + accepted + 1 < self.known else None
 

@@ -1,4 +1,5 @@
-"""A stand-in for the default target's wheel, small and with checksums of its own, so that every check is the real one."""
+"""A stand-in for the default target's wheel, small and with checksums of its own,
+so that every check is the real one."""
 
 import base64
 import hashlib
@@ -34,8 +35,10 @@ def small_wheel(folder, gguf, module="stand_in_that_is_not_installed"):
     name = default.PACKAGE.replace("-", "_") + "-" + default.VERSION
     files = {
         f"{module}/{default.GGUF_FILE}": gguf.read_bytes(),
-        f"{name}.dist-info/METADATA": f"Metadata-Version: 2.1\nName: {default.PACKAGE}\nVersion: {default.VERSION}\n".encode(),
-        f"{name}.dist-info/WHEEL": b"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{name}.dist-info/METADATA": f"Metadata-Version: 2.1\nName: {default.PACKAGE}\nVersion: "
+        f"{default.VERSION}\n".encode(),
+        f"{name}.dist-info/WHEEL": b"Wheel-Version: 1.0\nGenerator: test\n"
+        b"Root-Is-Purelib: true\nTag: py3-none-any\n",
     }
     record = ""
     for file, data in files.items():
@@ -68,7 +71,8 @@ def small_gguf(path):
     rng = np.random.default_rng(1)
     writer = gguf.GGUFWriter(path, "llama")
     for key, number in [("block_count", 2), ("context_length", 64), ("embedding_length", 64),
-                        ("feed_forward_length", 96), ("attention.head_count", 4), ("attention.head_count_kv", 2)]:  # fmt: skip
+                        ("feed_forward_length", 96), ("attention.head_count", 4),
+                        ("attention.head_count_kv", 2)]:  # fmt: skip
         writer.add_uint32("llama." + key, number)
     writer.add_float32("llama.rope.freq_base", 1e4)
     writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
@@ -81,7 +85,8 @@ def small_gguf(path):
     shapes = {"token_embd": (5, 64), "output_norm": (64,)}
     for i in range(2):
         for name, shape in {"attn_norm": (64,), "attn_q": (64, 64), "attn_k": (32, 64), "attn_v": (32, 64),
-                            "attn_output": (64, 64), "ffn_norm": (64,), "ffn_gate": (96, 64), "ffn_up": (96, 64),
+                            "attn_output": (64, 64), "ffn_norm": (64,), "ffn_gate": (96, 64),
+                            "ffn_up": (96, 64),
                             "ffn_down": (64, 96)}.items():  # fmt: skip
             shapes[f"blk.{i}.{name}"] = shape
     for name, shape in shapes.items():

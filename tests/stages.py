@@ -1,7 +1,9 @@
-"""Every stage of a draft, out of the running engine, beside a float64 drafter written from the equations alone.
+"""Every stage of a draft, out of the running engine, beside a float64 drafter written from the equations
+alone.
 
-`record_stages` replays a recorded round call by call and keeps what each kernel wrote; `Reference` reads the checkpoint
-files and knows nothing of kernels, caches or rounds: it takes all context features at once, under a dense mask.
+`record_stages` replays a recorded round call by call and keeps what each kernel wrote; `Reference` reads the
+checkpoint files and knows nothing of kernels, caches or rounds: it takes all context features at once,
+under a dense mask.
 """
 
 import json
@@ -16,10 +18,11 @@ from tests.replay import proposing
 
 
 def record_stages(engine, prompt, rounds=1):
-    """Names and arrays of the draft that round number `rounds` makes after `prompt`: {"0.q": ..., "final": ...}.
+    """Names and arrays of the draft that round number `rounds` makes after `prompt`: {"0.q": ..., "final":
+    ...}.
 
-    Also "taps" [n, C] and "features" of every context row, "anchor", "start" and "drafts". Works where memory is
-    the host's.
+    Also "taps" [n, C] and "features" of every context row, "anchor", "start" and "drafts". Works where memory
+    is the host's.
     """
     found, features, original = {}, {}, engine.draft
     # A prompt's kernels may be others.
@@ -51,9 +54,9 @@ def record_stages(engine, prompt, rounds=1):
                 spec = ROWS[name]
                 for arg, value in zip(spec.args, args, strict=True):
                     if (arg.inplace or arg in spec.outputs) and arg.name in ("q", "o", "h", "x", "ids"):
-                        found[
-                            f"{layer}.{name}.{arg.name}.{sum(k.startswith(f'{layer}.{name}.') for k in found)}"
-                        ] = wide(value) if value.dtype != np.int32 else value.copy()
+                        count = sum(k.startswith(f"{layer}.{name}.") for k in found)
+                        copy = wide(value) if value.dtype != np.int32 else value.copy()
+                        found[f"{layer}.{name}.{arg.name}.{count}"] = copy
             found["start"], found["drafts"] = int(s.start[0]), s.drafts[0].copy()
             found["anchor"] = int(s.anchor[0])
             found["k"], found["v"] = wide(s.injected.k), wide(s.injected.v)
@@ -123,7 +126,8 @@ def attention(q, k, v, mask):
 
 
 def rope(config, x, positions):
-    """x: (T, heads, K) rotated half-split at `positions`, with yarn's frequencies where a config asks for them."""
+    """x: (T, heads, K) rotated half-split at `positions`, with yarn's frequencies where a config asks for
+    them."""
     size, theta, yarn = x.shape[-1], config["rope_theta"], config.get("rope_scaling")
     pair = np.arange(size // 2)
     frequency, stretch = theta ** (-2 * pair / size), 1.0
@@ -146,7 +150,8 @@ class Reference:
     """One draft pass, and the target's pass over a text, in float64. Source: models.md 1, 4, 7.3 and 7.5."""
 
     def __init__(self, target, drafter):
-        """target, drafter: checkpoint folders (z-lab's layout; rotary embedding without scaling, or yarn's)."""
+        """target, drafter: checkpoint folders (z-lab's layout; rotary embedding without scaling,
+        or yarn's)."""
         self.w, self.c = read_tensors(drafter), json.loads((Path(drafter) / "config.json").read_text())
         self.target = json.loads((Path(target) / "config.json").read_text())
         tensors = read_tensors(target)
@@ -214,7 +219,8 @@ class Reference:
 
 
 def compare_stages(engine, prompt, rounds=2, tolerance=2e-4):
-    """Assert stage by stage that a draft of `engine` is the reference's. Errors: AssertionError naming the first stage."""
+    """Assert stage by stage that a draft of `engine` is the reference's.
+    Errors: AssertionError naming the first stage."""
     found, features = record_stages(engine, prompt, rounds)
     reference = Reference(engine.target_name, engine.drafter_name)
     start, block = found["start"], len(found["drafts"])

@@ -1,4 +1,5 @@
-"""Which backend `auto` takes, what the emulate backend's options do, and that nothing of CUDA loads unasked."""
+"""Which backend `auto` takes, what the emulate backend's options do,
+and that nothing of CUDA loads unasked."""
 
 import subprocess
 import sys

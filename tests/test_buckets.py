@@ -1,7 +1,7 @@
 """Rounds recorded for a context (a graph whose attention has no blocks behind it), across its end.
 
-On the emulator, with the replay drafter: many accepted lengths happen near the border, and plain text is what must
-come out.
+On the emulator, with the replay drafter: many accepted lengths happen near the border, and plain text is what
+must come out.
 """
 
 from contextlib import contextmanager
@@ -30,7 +30,8 @@ def engine(tmp_path_factory):
 
 @contextmanager
 def buckets(engine, *sizes):
-    """Programs are recorded for these contexts: the backend knows its bucket while they run, as in a capture."""
+    """Programs are recorded for these contexts: the backend knows its bucket while they run,
+    as in a capture."""
     backend, asked = engine.ops.backend, []
 
     def compile(calls, bucket=None):

@@ -1,4 +1,5 @@
-"""Caches are only caches: of code that is compiled; what is damaged, foreign or cannot be written means compile again."""
+"""Caches are only caches: of code that is compiled; what is damaged,
+foreign or cannot be written means compile again."""
 
 import os
 import shutil
@@ -190,7 +191,8 @@ def run_kernel(*args):
 
 
 def test_real_kernels_live_without_a_disk_and_keep_their_files_private(cache):
-    """A quota on the size of files; then files are kept, then the folder is opened to all and nothing in it is run."""
+    """A quota on the size of files; then files are kept, then the folder is opened to all and nothing in it
+    is run."""
     pytest.importorskip("resource")
     (line,) = run_kernel("small files only")
     assert "File too large" in line and not list(cache.rglob("*.nbc"))

@@ -1,4 +1,5 @@
-"""MINIDFLASH_CHECK=1: each invariant of the loop (engine.md 2) speaks up for itself, whatever becomes of the ids."""
+"""MINIDFLASH_CHECK=1: each invariant of the loop (engine.md 2) speaks up for itself,
+whatever becomes of the ids."""
 
 import pytest
 

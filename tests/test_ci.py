@@ -25,8 +25,10 @@ def test_is_known_to_fail():
 """
 SKIPS = {
     "in a test": "import pytest\n\ndef test_it():\n    pytest.skip('no tool here')\n",
-    "in a fixture": "import pytest\n\n@pytest.fixture\ndef tool():\n    pytest.skip('no tool here')\n\ndef test_it(tool):\n    pass\n",
-    "by a mark": "import pytest\n\n@pytest.mark.skipif(True, reason='no tool here')\ndef test_it():\n    pass\n",
+    "in a fixture": "import pytest\n\n@pytest.fixture\ndef tool():\n    pytest.skip('no tool here')\n\ndef "
+                    "test_it(tool):\n    pass\n",
+    "by a mark": "import pytest\n\n@pytest.mark.skipif(True, "
+                 "reason='no tool here')\ndef test_it():\n    pass\n",
     "of a file": "import pytest\n\npytest.skip('no tool here', allow_module_level=True)\n",
 }  # fmt: skip
 

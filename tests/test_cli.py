@@ -1,4 +1,5 @@
-"""The command line: streams, exit codes, refusals, JSON against its schema, traces, Ctrl-C and closed pipes."""
+"""The command line: streams, exit codes, refusals, JSON against its schema, traces,
+Ctrl-C and closed pipes."""
 
 import io
 import json
@@ -251,7 +252,8 @@ def test_a_trace_is_written_and_retold(generate, mdf, tmp_path, monkeypatch):
 def test_rejected_drafts_are_shown_and_colour_is_for_terminals(monkeypatch):
     from minidflash.cli.trace import tell_round
 
-    line = {"ids": [20, 9], "id_texts": ["t20", "a b"], "drafts": [20, 7], "draft_texts": ["t20", ""], "accepted": 1,
+    line = {"ids": [20, 9], "id_texts": ["t20", "a b"], "drafts": [20, 7], "draft_texts": ["t20", ""],
+            "accepted": 1,
             "verify": 3, "seconds": 0.01, "text": "", "finish_reason": "length"}  # fmt: skip
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")

@@ -34,8 +34,8 @@ def start(*argv, **environment):
 
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "NUMBA_NUM_THREADS": "1", **environment}
     return subprocess.Popen(
-        [sys.executable, *map(str, argv)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        env=environment, preexec_fn=unblock, bufsize=0,  # noqa: PLW1509 no threads hold locks here
+        [sys.executable, *map(str, argv)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, env=environment, preexec_fn=unblock, bufsize=0,  # noqa: PLW1509 no locks
     )  # fmt: skip
 
 
@@ -118,15 +118,18 @@ def test_a_full_disk_is_said(pair):
 
 def test_help_loads_nothing_heavy():
     code = (
-        "import sys; from minidflash.cli import main; main(['--help']); print([m for m in ('numba', 'tokenizers', "
-        + ("'jinja2', 'cupy') if m in sys.modules], file=sys.stderr)")
+        "import sys; from minidflash.cli import main; main(['--help']); print([m for m in ('numba', "
+        "'tokenizers', " + ("'jinja2', 'cupy') if m in sys.modules], file=sys.stderr)")
     )
     process = start("-c", code)
     assert process.communicate(timeout=60)[1].decode().strip() == "[]"
 
 
 def test_words_are_utf8_whatever_the_locale(pair):
-    code = "import sys; from minidflash import cli; from minidflash.cli import generate as run; run.generate = lambda a, i: print(ascii(a.prompt)); cli.main()"
+    code = (
+        "from minidflash import cli; from minidflash.cli import generate as run;"
+        "run.generate = lambda a, i: print(ascii(a.prompt)); cli.main()"
+    )
     environment = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     process = start("-c", code, "generate", "\u00e9t\u00e9", **environment)
     assert process.communicate(timeout=60)[0] == b"'\\xe9t\\xe9'\n"

@@ -1,4 +1,5 @@
-"""config.json readers: both spellings, golden frequencies, and a refusal by name for whatever is not understood."""
+"""config.json readers: both spellings, golden frequencies, and a refusal by name for whatever is not
+understood."""
 
 import json
 
@@ -13,7 +14,8 @@ from tests.golden_files import golden
 
 TARGET = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 96, "intermediate_size": 200,
-    "num_hidden_layers": 6, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 384,
+    "num_hidden_layers": 6, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16,
+    "vocab_size": 384,
     "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "rope_scaling": None, "max_position_embeddings": 512,
     "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False,
     "torch_dtype": "float32", "bos_token_id": None, "eos_token_id": 2,
@@ -21,7 +23,8 @@ TARGET = {
 QWEN3 = TARGET | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 DRAFTER = {
     "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "hidden_size": 96, "intermediate_size": 152,
-    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24, "vocab_size": 384,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24,
+    "vocab_size": 384,
     "rms_norm_eps": 1e-6, "rope_theta": 1e6, "rope_scaling": None, "max_position_embeddings": 512,
     "hidden_act": "silu", "attention_bias": False, "num_target_layers": 6, "block_size": 16,
     "layer_types": ["full_attention"] * 3, "sliding_window": None, "use_sliding_window": False,
@@ -151,31 +154,36 @@ def test_odd_head_shapes_load(heads, kv_heads, width, head_dim):  # F53
     ("head_dim", 15), ("head_dim", -2), ("head_dim", "16"), ("num_attention_heads", 0), ("hidden_size", 1.5),
     ("num_hidden_layers", True), ("vocab_size", -1), ("rms_norm_eps", 0), ("rms_norm_eps", float("nan")),
     ("rms_norm_eps", float("inf")), ("rope_theta", 0), ("rope_theta", "x"), ("intermediate_size", 10**400),
-    ("max_position_embeddings", 0), ("tie_word_embeddings", "yes"), ("attention_bias", 1), ("hidden_act", "gelu"),
-    ("mlp_bias", True), ("partial_rotary_factor", 0.5), ("rope_interleaved", True), ("mystery_key", 1),
-    ("quantization_config", {"quant_method": "gptq"}), ("eos_token_id", 384), ("eos_token_id", [2, -1]),
-    ("eos_token_id", "2"), ("bos_token_id", True), ("rope_scaling", "linear"), ("layer_types", ["full_attention"]),
+    ("max_position_embeddings", 0), ("tie_word_embeddings", "yes"), ("attention_bias", 1),
+    ("hidden_act", "gelu"), ("mlp_bias", True), ("partial_rotary_factor", 0.5), ("rope_interleaved", True),
+    ("mystery_key", 1), ("quantization_config", {"quant_method": "gptq"}), ("eos_token_id", 384),
+    ("eos_token_id", [2, -1]), ("eos_token_id", "2"), ("bos_token_id", True), ("rope_scaling", "linear"),
+    ("layer_types", ["full_attention"]),
 ])  # fmt: skip
 def test_bad_target_values_are_refused_by_name(key, value):  # F12, F53, F61
     refused(read_target, changed(TARGET, key, value), key)
 
 
 @pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
-                                 "intermediate_size", "rms_norm_eps", "rope_theta", "max_position_embeddings"])  # fmt: skip
+                                 "intermediate_size", "rms_norm_eps", "rope_theta",
+                                 "max_position_embeddings"])  # fmt: skip
 def test_missing_target_keys_are_refused_by_name(key):
     refused(read_target, changed(TARGET, key, ...), key)
     refused(read_target, changed(TARGET, key, None), key)
 
 
 def test_harmless_keys_do_not_stop_a_load():
-    more = {"_name_or_path": "x", "initializer_range": 0.02, "use_cache": True, "pretraining_tp": 1, "mystery": None,
-            "partial_rotary_factor": 1.0, "transformers.js_config": {}, "rope_interleaved": False}  # fmt: skip
+    more = {"_name_or_path": "x", "initializer_range": 0.02, "use_cache": True, "pretraining_tp": 1,
+            "mystery": None,
+            "partial_rotary_factor": 1.0, "transformers.js_config": {},
+            "rope_interleaved": False}  # fmt: skip
     assert read_target(TARGET | more) == read_target(TARGET)
 
 
 @pytest.mark.parametrize("name, model_type", [
-    ("Qwen3MoeForCausalLM", "qwen3_moe"), ("GptOssForCausalLM", "gpt_oss"), ("Qwen3_5ForCausalLM", "qwen3_5_text"),
-    ("Gemma4ForConditionalGeneration", "gemma4"), ("Gemma4ForCausalLM", "gemma4_text"),
+    ("Qwen3MoeForCausalLM", "qwen3_moe"), ("GptOssForCausalLM", "gpt_oss"),
+    ("Qwen3_5ForCausalLM", "qwen3_5_text"), ("Gemma4ForConditionalGeneration", "gemma4"),
+    ("Gemma4ForCausalLM", "gemma4_text"),
 ])  # fmt: skip
 def test_later_families_are_refused_by_name(name, model_type):
     refused(read_target, {"architectures": [name], "model_type": model_type}, name, "not built yet")
@@ -223,8 +231,8 @@ def test_qwen3_windows_need_layer_types():
     refused(read_target, TARGET | sliding | {"layer_types": kinds}, "layer_types")
 
 
-@pytest.mark.parametrize("key", ["dflash_config.target_layer_ids", "dflash_config.mask_token_id", "block_size",
-                                 "rope_theta"])  # fmt: skip
+@pytest.mark.parametrize("key", ["dflash_config.target_layer_ids", "dflash_config.mask_token_id",
+                                 "block_size", "rope_theta"])  # fmt: skip
 def test_what_has_no_default_is_missed_by_name(key):  # F03, F27
     refused(read_drafter, changed(DRAFTER, key, ...), key.split(".")[-1])
     refused(read_drafter, changed(DRAFTER, key, None), key.split(".")[-1])
@@ -245,12 +253,13 @@ def test_bad_taps_are_refused(taps):
 
 
 @pytest.mark.parametrize("key, value", [
-    ("sample_from_anchor", True), ("causal_head", True), ("projector_type", "domino"), ("conv_kernel_size", 2),
-    ("conv_group_size", 16), ("selector_rank", 256), ("selector_top_k", 16), ("markov_rank", 256),
-    ("markov_head_type", "gated"), ("use_swa", True), ("swa_window_size", 9), ("attention_sink_bias", True),
-    ("attention_value_scale", 0.5), ("input_embedding_scale", 2.0), ("output_multiplier", 0.2),
-    ("final_logit_softcapping", 30.0), ("draft_vocab_size", 32), ("partial_rotary_factor", 0.25),
-    ("shift_label", True), ("lilicorr_num_layers", 2), ("enable_confidence_head", True), ("mystery", 0),
+    ("sample_from_anchor", True), ("causal_head", True), ("projector_type", "domino"),
+    ("conv_kernel_size", 2), ("conv_group_size", 16), ("selector_rank", 256), ("selector_top_k", 16),
+    ("markov_rank", 256), ("markov_head_type", "gated"), ("use_swa", True), ("swa_window_size", 9),
+    ("attention_sink_bias", True), ("attention_value_scale", 0.5), ("input_embedding_scale", 2.0),
+    ("output_multiplier", 0.2), ("final_logit_softcapping", 30.0), ("draft_vocab_size", 32),
+    ("partial_rotary_factor", 0.25), ("shift_label", True), ("lilicorr_num_layers", 2),
+    ("enable_confidence_head", True), ("mystery", 0),
 ])  # fmt: skip
 @pytest.mark.parametrize("prefix", ["", "dflash_config."])
 def test_what_changes_the_algorithm_is_refused_by_name(prefix, key, value):  # F06, F09, F17
@@ -258,8 +267,10 @@ def test_what_changes_the_algorithm_is_refused_by_name(prefix, key, value):  # F
 
 
 def test_explicit_defaults_are_understood():
-    more = {"input_embedding_scale": 1.0, "output_multiplier": 1, "sample_from_anchor": False, "use_swa": False,
-            "final_logit_softcapping": None, "draft_vocab_size": 384, "partial_rotary_factor": 1.0}  # fmt: skip
+    more = {"input_embedding_scale": 1.0, "output_multiplier": 1, "sample_from_anchor": False,
+            "use_swa": False,
+            "final_logit_softcapping": None, "draft_vocab_size": 384,
+            "partial_rotary_factor": 1.0}  # fmt: skip
     assert read_drafter(DRAFTER | more) == read_drafter(DRAFTER)
     nested = changed(DRAFTER, "dflash_config.block_size", 8)
     assert read_drafter(nested).block == 8 and read_drafter(changed(nested, "block_size", ...)).block == 8
@@ -280,7 +291,8 @@ def test_variants_are_refused_by_name(name):
 
 def test_speculators_dialect_is_refused():  # F02
     dialect = {"speculators_model_type": "dflash", "architectures": ["DFlashSpeculator"], "block_size": 8,
-               "aux_hidden_state_layer_ids": [2], "mask_token_id": 63, "transformer_layer_config": {}}  # fmt: skip
+               "aux_hidden_state_layer_ids": [2], "mask_token_id": 63,
+               "transformer_layer_config": {}}  # fmt: skip
     refused(read_drafter, dialect, "unsupported config format", "speculators")
     refused(read_drafter, DRAFTER | {"aux_hidden_state_layer_ids": [2]}, "aux_hidden_state_layer_ids")
     refused(

@@ -1,4 +1,5 @@
-"""What a caller may rely on: prompts and keywords as they are meant, refusals at the call, reasons, times, sizes."""
+"""What a caller may rely on: prompts and keywords as they are meant, refusals at the call, reasons, times,
+sizes."""
 
 import json
 import threading
@@ -72,7 +73,8 @@ def test_f98_the_command_line_tells_of_ids_without_a_row(tmp_path, mdf):
     code, out, err = mdf(*flags)
     assert (code, out) == (0, "t20 t20\n")
     assert err == (
-        "minidflash: the tokenizer knows an id that the model has no row for, 64 '<a\\n\\x1b>': refused when used\n"
+        "minidflash: the tokenizer knows an id that the model has no row for, 64 '<a\\n\\x1b>': "
+        "refused when used\n"
     )
     assert mdf(*flags, "-q")[2] == ""
 
@@ -107,12 +109,13 @@ def test_a_chat_is_any_sequence_of_messages(tmp_path):
 @pytest.mark.parametrize(
     ("prompt", "words"),
     [
-        (None, "of type NoneType"), (b"t9", "of type bytes"), ({9}, "of type set"), ({"a": 9}, "of type dict"),
-        (5, "of type int"), (np.array([9.0, 5.0]), "array of float64"), (np.array([[9, 5]]), r"shape \(1, 2\)"),
-        (np.array([True]), "array of bool"), ([9, "t5"], "holds 't5' of type str"), ([9, 5.0], "of type float"),
-        ([9, True], "of type bool"), ([[9], [5]], "of type list"), ([9, None], "of type NoneType"),
-        ([-1], "token -1 is outside"), ([10**4000], "is outside"),
-        ([], "is empty"), ("", "is empty"), (np.array([], int), "is empty"),
+        (None, "of type NoneType"), (b"t9", "of type bytes"), ({9}, "of type set"),
+        ({"a": 9}, "of type dict"),
+        (5, "of type int"), (np.array([9.0, 5.0]), "array of float64"),
+        (np.array([[9, 5]]), r"shape \(1, 2\)"), (np.array([True]), "array of bool"),
+        ([9, "t5"], "holds 't5' of type str"), ([9, 5.0], "of type float"), ([9, True], "of type bool"),
+        ([[9], [5]], "of type list"), ([9, None], "of type NoneType"), ([-1], "token -1 is outside"),
+        ([10**4000], "is outside"), ([], "is empty"), ("", "is empty"), (np.array([], int), "is empty"),
     ],
 )  # fmt: skip
 def test_what_is_no_prompt_is_named(engine, prompt, words):
@@ -127,13 +130,15 @@ def test_what_is_no_prompt_is_named(engine, prompt, words):
 def test_f105_none_is_not_given_and_numpy_numbers_are_numbers(engine):
     usual = md.generate(engine, P, max_tokens=5)
     names = [
-        "stop", "ignore_eos", "block", "verify", "raw", "system", "template_args", "temperature", "top_k", "top_p",
+        "stop", "ignore_eos", "block", "verify", "raw", "system", "template_args", "temperature", "top_k",
+        "top_p",
         "min_p", "seed", "samples", "accept", "logprobs",
     ]  # fmt: skip
     result = md.generate(engine, P, max_tokens=5, **dict.fromkeys(names))
     assert (result.tokens, result.options) == (usual.tokens, {"max_tokens": 5})
     numbers = {
-        "max_tokens": np.int64(5), "verify": np.uint8(4), "block": np.array(4), "temperature": np.float32(0.5),
+        "max_tokens": np.int64(5), "verify": np.uint8(4), "block": np.array(4),
+        "temperature": np.float32(0.5),
         "top_k": np.int32(3), "seed": np.uint64(2**64 - 1), "ignore_eos": np.True_, "stop": ("never",),
     }  # fmt: skip
     result = md.generate(engine, P, **numbers)
@@ -155,8 +160,9 @@ def test_a_drafter_may_be_left_out_in_words(tmp_path):
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        ("max_tokens", ("5", 5.0, -1, True, np.array([5, 6]), b"5")), ("stop", ("x", 5, [5], [None], {"x"}, [""], b"x")),
-        ("ignore_eos", ("no", 1, [])), ("raw", (1, "yes")), ("system", (5, ["x"])), ("logprobs", (1, "yes")),
+        ("max_tokens", ("5", 5.0, -1, True, np.array([5, 6]), b"5")),
+        ("stop", ("x", 5, [5], [None], {"x"}, [""], b"x")), ("ignore_eos", ("no", 1, [])),
+        ("raw", (1, "yes")), ("system", (5, ["x"])), ("logprobs", (1, "yes")),
         ("template_args", ([("a", 1)], "a=1", {5: 1})), ("drafter", ("default", 1, 0, "path")),
         ("verify", ("some", 0, 2.0, [4], np.array([4, 4]))), ("block", ("8", 0, 65, 8.0, np.array([8, 8]))),
         ("accept", ("maybe", 1, np.array(["match", "match"]))), ("temperature", (10**400, "1", True, np.nan)),
@@ -193,7 +199,8 @@ def test_load_takes_numpy_numbers_and_no_larger_chunk_than_the_context(tmp_path)
 def test_stream_refuses_at_the_call(engine):
     for prompt, options, words in (
         (P, {"stop": "x"}, "a list is needed"), (P, {"stop": [""]}, "a stop string is empty"),
-        (P, {"max_tokens": 5000}, "positions"), ([], {}, "empty"), ([64], {}, "outside"), (P, {"top_k": 3}, "top-k"),
+        (P, {"max_tokens": 5000}, "positions"), ([], {}, "empty"), ([64], {}, "outside"),
+        (P, {"top_k": 3}, "top-k"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=words):
             md.stream(engine, prompt, **options)

@@ -19,8 +19,8 @@ P = [9] * 8 + [5]
 def python(code, *args, **env):
     """Run a program in a process of its own."""
     return subprocess.run(
-        [sys.executable, "-c", code, *map(str, args)], check=False, capture_output=True, text=True, timeout=300,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "passive", **env},
+        [sys.executable, "-c", code, *map(str, args)], check=False, capture_output=True, text=True,
+        timeout=300, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "passive", **env},
     )  # fmt: skip
 
 

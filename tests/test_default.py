@@ -1,4 +1,5 @@
-"""The default pair and the hub: fetched once, converted once, whole or not there at all; one line when it fails."""
+"""The default pair and the hub: fetched once, converted once, whole or not there at all;
+one line when it fails."""
 
 import json
 import os
@@ -369,7 +370,10 @@ def test_without_huggingface_hub_it_is_one_line(monkeypatch):
 
 
 def test_importing_the_package_needs_no_hub_and_no_network():
-    code = "import sys; sys.path.insert(0, sys.argv[1]); import minidflash.weights; print('huggingface_hub' in sys.modules)"
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import minidflash.weights;"
+        "print('huggingface_hub' in sys.modules)"
+    )
     root = str(Path(__file__).resolve().parent.parent)
     out = subprocess.run([sys.executable, "-c", code, root], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "False"

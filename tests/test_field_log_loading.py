@@ -1,5 +1,5 @@
-"""Field log 3: what only shows when a loaded checkpoint runs. Rows of the loader alone: test_config, test_names,
-test_safetensors, test_default."""
+"""Field log 3: what only shows when a loaded checkpoint runs. Rows of the loader alone: test_config,
+test_names, test_safetensors, test_default."""
 
 import json
 import re
@@ -135,8 +135,10 @@ def test_f51_loading_takes_little_more_than_the_file(tmp_path):
         6,
     )  # the largest tensor, a seventh, is there twice for a moment
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": width, "vocab_size": vocab,
-        "intermediate_size": ffn, "num_hidden_layers": layers, "num_attention_heads": 12, "num_key_value_heads": 12,
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": width,
+        "vocab_size": vocab,
+        "intermediate_size": ffn, "num_hidden_layers": layers, "num_attention_heads": 12,
+        "num_key_value_heads": 12,
         "rms_norm_eps": 1e-6, "rope_theta": 1e4, "max_position_embeddings": 64, "hidden_act": "silu",
         "tie_word_embeddings": False, "eos_token_id": None, "bos_token_id": None, "torch_dtype": "bfloat16",
     }  # fmt: skip

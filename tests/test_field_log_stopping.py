@@ -1,4 +1,5 @@
-"""Field log 2: stopping, budgets, text, statistics. Drafted and plain decoding end at the same token, text and count."""
+"""Field log 2: stopping, budgets, text, statistics. Drafted and plain decoding end at the same token,
+text and count."""
 
 import itertools
 import json
@@ -48,7 +49,8 @@ def test_f28_a_stop_id_as_the_very_first_token(tmp_path):
 
 @pytest.mark.parametrize("place", range(1, 20))
 def test_f28_a_stop_id_at_every_slot(tmp_path, place):
-    """A chain 5 -> 20 -> 21 -> ... with its end at every slot of the first blocks; half the drafts are right."""
+    """A chain 5 -> 20 -> 21 -> ... with its end at every slot of the first blocks;
+    half the drafts are right."""
     chain = {5: 20, **{20 + i: 21 + i for i in range(30)}, 9: 20}
     engine = load(tmp_path, successor=chain, eos=20 + place - 1)
     for verify in VERIFY:

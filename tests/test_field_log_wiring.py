@@ -201,14 +201,16 @@ def change_tensors(folder, change):
 
 
 def test_f16_no_scaling_means_no_scaling(tmp_path):
-    for i, changes in enumerate(({"rope_scaling": None}, {"rope_scaling": ...}, {"rope_scaling": {"rope_type": "default"}})):  # fmt: skip
+    for i, rope in enumerate((None, ..., {"rope_type": "default"})):
+        changes = {"rope_scaling": rope}
         assert run(load(tmp_path / str(i), "FX-R", draft_config=changes), P(9, 40, 5)) == [8] * 4
 
 
 @pytest.mark.parametrize("causal", [0, 1])
 @pytest.mark.parametrize("context", [0, 3, 4, 5, 6, 40])
 def test_f19_windows_of_a_block_against_a_dense_mask(ops, rng, context, causal):
-    """Keys 0..context-1 are the context, the block of 3 follows. Bidirectional: |q - k| < W; causal: models.md 7.5."""
+    """Keys 0..context-1 are the context, the block of 3 follows. Bidirectional: |q - k| < W;
+    causal: models.md 7.5."""
     block, heads, size = 3, 2, 16
     q = rng.standard_normal((block, heads, size)).astype(ml_dtypes.bfloat16)
     k, v = rng.standard_normal((2, heads, context + block, size)).astype(ml_dtypes.bfloat16)
@@ -255,7 +257,8 @@ def test_f20_long_contexts_keep_drafting(tmp_path):
 
 @pytest.mark.parametrize("context", [5, 500, 5000])
 def test_f21_f25_every_stage_of_a_draft_far_from_the_origin(tmp_path, context):
-    """Each stage of a draft against float64 with a dense mask over absolute positions, with and without windows."""
+    """Each stage of a draft against float64 with a dense mask over absolute positions,
+    with and without windows."""
     kinds = ["sliding_attention", "full_attention"]
     for i, windows in enumerate((None, (kinds, 9, False), (kinds, 9, True))):
         target, drafter = write_random(tmp_path / str(i), "grouped", windows=windows, max_pos=6000)

@@ -11,7 +11,14 @@ from tests.conftest import parameters
 from tests.golden_files import golden
 from tests.models import engine_of, forward, logits_of, numbers, relative, state_of
 
-TARGETS = ["llama-tiny", "llama-tiny-tied", "qwen3-tiny"]
+TARGETS = [
+    "llama-tiny",
+    "llama-tiny-tied",
+    "qwen3-tiny",
+    "qwen3-moe-tiny",
+    "gpt-oss-tiny",
+    "gpt-oss-mxfp4-tiny",
+]
 exact = pytest.mark.parametrize(
     "ops", parameters(["oracle", "numba", "emulate", "cuda"], ["f32"]), indirect=True
 )
@@ -28,7 +35,8 @@ def engine_of_config(request, tmp_path):
         if request.param == "config.json":
             return engine_of(target, None, ops.name, ops.activations)
         shutil.copy(golden(target) / request.param, tmp_path / "config.json")
-        (tmp_path / "model.safetensors").symlink_to(golden(target) / "model.safetensors")
+        for file in golden(target).glob("model*"):
+            (tmp_path / file.name).symlink_to(file)
         return md.load(str(tmp_path), drafter=None, backend=ops.name, activations=ops.activations, warm=False)
 
     return load
@@ -72,7 +80,8 @@ def test_rope_frequencies(target):
 
 
 def rotate_neighbours(engine):
-    """K rows of the first layer as if pairs were neighbours: what a reader of the other RoPE layout would have."""
+    """K rows of the first layer as if pairs were neighbours: what a reader of the other RoPE layout would
+    have."""
     kv = engine.target.layers[0]["kv"]
     size = engine.target.config.layers[0].head_size
     order = np.arange(size).reshape(-1, 2).T.reshape(-1)
@@ -123,7 +132,8 @@ def test_golden_logits_see_wrong_models(target, damage):
 @pytest.mark.parametrize("ops", parameters(["oracle", "numba", "emulate", "cuda"], ["bf16"]), indirect=True)
 @pytest.mark.parametrize("target", TARGETS)
 def test_bf16_activations(ops, target):
-    """Median row error within 6 % of the logits' spread, and the argmax where it is not close (golden README)."""
+    """Median row error within 6 % of the logits' spread, and the argmax where it is not close (golden
+    README)."""
     engine, g = engine_of(target, None, ops.name, "bf16"), numbers(target)
     for p in ("p0", "p1"):
         ids, want = g[f"{p}.input_ids"], g[f"{p}.logits"]

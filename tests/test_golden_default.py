@@ -75,7 +75,8 @@ def test_oracle(ops, p, b, count):
 @pytest.mark.slow
 @pytest.mark.parametrize("ops", parameters(["numba"], ["bf16"]), indirect=True)
 def test_bf16_activations(ops):
-    """(32 tokens a prompt, 96 with MINIDFLASH_FULL=1.) Drafted text is plain text exactly; golden ids hold up to the first close margin; rows within 6 %."""
+    """(32 tokens a prompt, 96 with MINIDFLASH_FULL=1.) Drafted text is plain text exactly;
+    golden ids hold up to the first close margin; rows within 6 %."""
     engine, g = default(ops.name, "bf16"), numbers("smollm2-135m")
     errors = []
     for p in PROMPTS:

@@ -11,7 +11,15 @@ from tests.compare import real
 from tests.conftest import FULL, parameters, parameters_with
 from tests.models import ROUNDS_TOKENS, clipped, engine_of, last_keys, numbers, relative, target_of
 
-PAIRS = ["dflash-llama-tiny", "dflash-qwen3-tiny", "dflash-qwen3-trained", "dflash-qwen3-swa-tiny"]
+PAIRS = [
+    "dflash-llama-tiny",
+    "dflash-qwen3-tiny",
+    "dflash-qwen3-trained",
+    "dflash-qwen3-swa-tiny",
+    "dflash-qwen3-moe-tiny",
+    "dflash-gpt-oss-tiny",
+    "dflash-gpt-oss-mxfp4-tiny",
+]
 CLOSE, NORMED, CLEAR = (
     1e-3,
     5e-4,
@@ -25,7 +33,8 @@ def load(pair, ops, activations="f32"):
 
 
 def prompts_of(ops):
-    """The emulator, which is slow, runs the prompt whose rounds differ most: 1, 14, 6, 14, 10 tokens at block 16."""
+    """The emulator, which is slow, runs the prompt whose rounds differ most:
+    1, 14, 6, 14, 10 tokens at block 16."""
     return [1] if ops.name == "emulate" and not FULL else range(3)
 
 
@@ -121,7 +130,8 @@ def test_inside_of_two_drafter_calls(ops, pair):
     indirect=["ops"],
 )
 def test_traces(ops, case, monkeypatch):
-    """Ids and rounds exactly; drafts, and the target's answers behind equal drafts, wherever the margin is clear."""
+    """Ids and rounds exactly; drafts, and the target's answers behind equal drafts,
+    wherever the margin is clear."""
     pair, b = case
     engine, g = load(pair, ops), numbers(pair)
     monkeypatch.setattr(
@@ -166,7 +176,8 @@ def test_traces(ops, case, monkeypatch):
     indirect=["ops"],
 )
 def test_stop_runs(ops, pair):
-    """One stop id, prompt p0, block 8. The stop id is the text's last token; the round that found it is cut there."""
+    """One stop id, prompt p0, block 8. The stop id is the text's last token;
+    the round that found it is cut there."""
     engine, g = load(pair, ops), numbers(pair)
     prompt = numbers(target_of(pair))["p0.input_ids"].tolist()
     want = g["stop.output_ids"][len(prompt) :].tolist()

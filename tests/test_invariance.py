@@ -1,4 +1,5 @@
-"""Whole passes have the same bits however rows are bundled: verify widths and prefill chunks (F56, playbook 11)."""
+"""Whole passes have the same bits however rows are bundled: verify widths and prefill chunks (F56, playbook
+11)."""
 
 import numpy as np
 import pytest
@@ -20,7 +21,8 @@ WIDTHS = 1, 2, 7, 16
     "ops, context", parameters_with([1, 37, 120, 127, 128, 250], [120], MAKERS), indirect=["ops"]
 )
 def test_verify_widths(ops, target, context):
-    """Rows context .. context+15 in passes of 1, 2, 7 and 16: every layer's stream, the caches, the logits."""
+    """Rows context .. context+15 in passes of 1, 2, 7 and 16: every layer's stream, the caches,
+    the logits."""
     engine = engine_of(target, None, ops.name, ops.activations)
     ids = np.random.default_rng(context).integers(0, engine.target.config.vocab, context + 16)
     first = None

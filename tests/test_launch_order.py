@@ -1,8 +1,8 @@
 """Dependent launch: a kernel that starts while those before it end reads nothing of theirs before its wait.
 
-Whole runs on the emulator, which fills what a kernel's predecessors wrote with NaN bits until the kernel waits:
-they say the same and leave the same caches with dependent launch as without. And no kernel escapes: those that ran
-so are those that have a wait.
+Whole runs on the emulator, which fills what a kernel's predecessors wrote with NaN bits until the kernel
+waits: they say the same and leave the same caches with dependent launch as without. And no kernel escapes:
+those that ran so are those that have a wait.
 """
 
 from dataclasses import replace
@@ -27,8 +27,8 @@ RUNS = {
     "sampled": {"verify": 3, "temperature": 0.9, "top_p": 0.9, "logprobs": True, "seed": 3},
     "reject": {"verify": 4, "temperature": 1.0, "accept": "reject"},
 }  # fmt: skip
-# Activations, the frame of prefill.cuh, how products are cut: the emulated card's own way, or clusters that meet
-# in shared memory and let their successors start at once.
+# Activations, the frame of prefill.cuh, how products are cut: the emulated card's own way, or clusters that
+# meet in shared memory and let their successors start at once.
 CUT = split.Split(2, 1, 4, 4, 1, 2, True, True)
 WAYS = {"fast": ("bf16", "wgmma", None), "clusters": ("bf16", "mma", CUT), "plain": ("f32", None, None)}
 
@@ -57,8 +57,8 @@ def runs(tmp_path_factory):
         def choose(outputs, cols, sms, whole=False):
             return replace(cut, slices=1 if whole else min(cut.slices, -(-cols // split.CHUNK)))
 
-        engine = md.load(str(target), drafter=str(drafter), backend="emulate", activations=activations, ctx=64,
-                         prefill_chunk=4, warm=False)  # fmt: skip
+        engine = md.load(str(target), drafter=str(drafter), backend="emulate", activations=activations,
+                         ctx=64, prefill_chunk=4, warm=False)  # fmt: skip
         backend, names = engine.ops.backend, set()
         backend.prefill_frame, launch = frame, backend.device.launch
 

@@ -1,7 +1,8 @@
-"""The first promise: with a drafter, any drafter, the ids are those of plain decoding, bit for bit (engine.md 1).
+"""The first promise: with a drafter, any drafter, the ids are those of plain decoding,
+bit for bit (engine.md 1).
 
-Each case runs a pair with its own and with the replay drafter over blocks, verify widths, prefill chunks, activation
-types and backends. bench/lossless.py does the same on the embedded pair at length.
+Each case runs a pair with its own and with the replay drafter over blocks, verify widths, prefill chunks,
+activation types and backends. bench/lossless.py does the same on the embedded pair at length.
 """
 
 import os
@@ -19,12 +20,15 @@ from tests.replay import Replay, check_plan, histogram, proposing
 BLOCKS = (1, 2, 4, 8, 16)
 WIDTHS = (1, 3, 64, "auto")  # 64: the whole block
 GOLDEN = {
-    "dflash-qwen3-trained": "qwen3-tiny", "dflash-qwen3-tiny": "qwen3-tiny", "dflash-qwen3-swa-tiny": "qwen3-tiny",
-    "dflash-llama-tiny": "llama-tiny",
+    "dflash-qwen3-trained": "qwen3-tiny", "dflash-qwen3-tiny": "qwen3-tiny",
+    "dflash-qwen3-swa-tiny": "qwen3-tiny",
+    "dflash-llama-tiny": "llama-tiny", "dflash-qwen3-moe-tiny": "qwen3-moe-tiny",
+    "dflash-gpt-oss-mxfp4-tiny": "gpt-oss-mxfp4-tiny",
 }  # fmt: skip
 SLIDING = (["sliding_attention", "full_attention", "sliding_attention"], 9, False)
 RANDOM = {
-    "odd": {}, "odd-qwen3": {"name": "odd", "family": "qwen3", "dtype": "f32"}, "grouped": {"name": "grouped"},
+    "odd": {}, "odd-qwen3": {"name": "odd", "family": "qwen3", "dtype": "f32"},
+    "grouped": {"name": "grouped"},
     "grouped-sliding": {"name": "grouped", "family": "qwen3", "windows": SLIDING},
 }  # fmt: skip
 
@@ -54,7 +58,8 @@ def plain(engine, prompt, count):
 
 
 def assert_lossless(engine, prompt, known, count, block, verify, propose=None):
-    """Generate with a drafter; ids must be the plain ones. Returns the rounds. known: the plain run, `count` or more."""
+    """Generate with a drafter; ids must be the plain ones. Returns the rounds.
+    known: the plain run, `count` or more."""
     with proposing(engine, propose or engine.draft):
         rounds = list(md.stream(engine, prompt, max_tokens=count, block=block, verify=verify))
     found = [token for r in rounds for token in r.tokens]
@@ -66,7 +71,8 @@ def assert_lossless(engine, prompt, known, count, block, verify, propose=None):
 
 
 def sweep(engine, prompt, count, blocks, widths, known=None):
-    """Own and replay drafter over blocks and verify widths. Returns accepted lengths of the replay at the widest block."""
+    """Own and replay drafter over blocks and verify widths. Returns accepted lengths of the replay at the
+    widest block."""
     known = known or plain(engine, prompt, count + max(blocks))
     seen = Counter()
     whole = count
@@ -130,7 +136,8 @@ def test_numba_and_oracle_agree_on_ids(tmp_path):
 
 @pytest.mark.parametrize("pair", ["dflash-qwen3-trained", "grouped-sliding"])
 def test_drafts_depend_on_the_text_and_not_on_how_rounds_fell(pair, tmp_path):
-    """What the drafter says at a position is the same after any history of accepted lengths, verify widths and crops."""
+    """What the drafter says at a position is the same after any history of accepted lengths,
+    verify widths and crops."""
     engine = load(pair, tmp_path, activations="f32")
     draft, prompt = engine.draft, prompt_of(engine, 37)
     known = plain(engine, prompt, 140)
@@ -202,7 +209,7 @@ def ids_of(engine, text):
     return prompt_ids(engine, text, OPTIONS)
 
 
-# ---- broken engines: the tests above must be able to fail ----------------------------------------------------------
+# ---- broken engines: the tests above must be able to fail --------------------------------------------------
 
 
 def one_too_many(accept):
@@ -257,7 +264,8 @@ def test_a_broken_loop_is_caught(mistake, is_checked, tmp_path, monkeypatch):
 
 
 def test_a_kernel_that_sums_in_another_order_for_one_row_is_caught(tmp_path, monkeypatch):
-    """The cause behind most "lossless" engines that fork (F56): plain rows and verified rows round differently."""
+    """The cause behind most "lossless" engines that fork (F56): plain rows and verified rows round
+    differently."""
     engine = load("dflash-llama-tiny", tmp_path, activations="bf16")
     linear_add = engine.ops.backend.linear_add
 

@@ -1,4 +1,5 @@
-"""Name tables: every golden checkpoint binds completely; one tensor too few, too many or too large is named."""
+"""Name tables: every golden checkpoint binds completely; one tensor too few,
+too many or too large is named."""
 
 import numpy as np
 import pytest

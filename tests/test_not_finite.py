@@ -1,4 +1,5 @@
-"""Logits that are NaN or infinite end the request with an error that says so; they never become token 0 (F99, F100)."""
+"""Logits that are NaN or infinite end the request with an error that says so;
+they never become token 0 (F99, F100)."""
 
 import json
 

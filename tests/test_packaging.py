@@ -1,4 +1,5 @@
-"""Packaging: nothing forgotten in the wheel, nothing heavy at import, nothing of this machine in the files."""
+"""Packaging: nothing forgotten in the wheel, nothing heavy at import,
+nothing of this machine in the files."""
 
 import ast
 import os

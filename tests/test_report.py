@@ -1,4 +1,5 @@
-"""What README and bench/MEASURED.md claim: computed from clean results, each with its source, and nothing beside them."""
+"""What README and bench/MEASURED.md claim: computed from clean results, each with its source,
+and nothing beside them."""
 
 import importlib
 import json
@@ -78,8 +79,10 @@ def test_a_stale_number_is_noticed(bench, monkeypatch, capsys, tmp_path):
 
 # Of a result: what benches were set to, not what they measured.
 SETTINGS = {
-    "settings", "context", "rows", "heads", "outputs", "cols", "verify", "law", "threads", "piece_mb", "repeat",
-    "cores", "date", "commit", "command", "versions", "dflash", "card", "processor", "compute_sanitizer", "on", "words",
+    "settings", "context", "rows", "heads", "outputs", "cols", "verify", "law", "threads", "piece_mb",
+    "repeat",
+    "cores", "date", "commit", "command", "versions", "dflash", "card", "processor", "compute_sanitizer",
+    "on", "words",
     "failures", "max_tokens", "model", "row", "kind", "kernel", "shape", "cut",
 }  # fmt: skip
 # Written in bench/measured.py: rows and laws of the parts of a round, contexts that are looked up.
@@ -101,7 +104,8 @@ def walk(value, key=None):
 
 
 def doctored(value, seed, *path):
-    """The same with every measured number another one, each place's in its own way, so that ratios change too."""
+    """The same with every measured number another one, each place's in its own way,
+    so that ratios change too."""
     if isinstance(value, dict):
         return {k: v if k == "settings" else doctored(v, seed, *path, k) for k, v in value.items()}
     if isinstance(value, list):
@@ -177,7 +181,8 @@ def test_a_result_is_quoted_only_of_a_clean_tree_and_with_its_head(said, changes
 def test_what_nothing_was_measured_of_is_left_out(said):
     for name, changes in {
         "lossless-embedded-h200": {"runs": 0}, "kernels-nvidia-h200": {"results": []},
-        "round-h200": {"card": "NVIDIA H100"}, "soak-cpu": {"match": {"grown_mib": 0, "rounds": 0, "texts": 0, "tokens": 0, "out_of_range": 0}},
+        "round-h200": {"card": "NVIDIA H100"},
+        "soak-cpu": {"match": {"grown_mib": 0, "rounds": 0, "texts": 0, "tokens": 0, "out_of_range": 0}},
     }.items():  # fmt: skip
         text, left_out = said(only(name, **changes))
         assert f"results/{name}.json" not in text and len(left_out) == len(said(as_they_are)[1]) + 1
@@ -227,11 +232,14 @@ def doctored_verdicts():
         "its lengths": ("round-h200", length, "28 of 28 accepted", "27 of 28 accepted"),
         "sanitizer": ("sanitizer-h200", dirty, "| memcheck | 21 of 21 |", "| memcheck | 20 of 21 |"),
         "what is not clean": ("sanitizer-h200", dirty, "| found |  |", "| found | head: 2 errors |"),
-        "planted": ("sanitizer-h200", not_found, "| racecheck | 21 of 21 | 161 | found", "| racecheck | 21 of 21 | 161 | NOT found"),
+        "planted": ("sanitizer-h200", not_found, "| racecheck | 21 of 21 | 161 | found",
+                    "| racecheck | 21 of 21 | 161 | NOT found"),
         "loops": ("loops-h200", unlike, "2 of 2 shapes gave", "1 of 2 shapes gave"),
         "prompts": ("cpu", prompt, "12 of 12 prompts gave", "11 of 12 prompts gave"),
-        "golden pair": ("gpu-check-pair-h200", wrong, "pair f32: 0 of 18 runs wrong", "pair f32: 1 of 18 runs wrong"),
-        "tests": ("gpu-check-kernels-h100", failed, "| golden | 76 | 0 | 0 |  |", r"| golden | 75 | 1 | 0 | `a \| b` |"),
+        "golden pair": ("gpu-check-pair-h200", wrong, "pair f32: 0 of 18 runs wrong",
+                        "pair f32: 1 of 18 runs wrong"),
+        "tests": ("gpu-check-kernels-h100", failed, "| golden | 76 | 0 | 0 |  |",
+                  r"| golden | 75 | 1 | 0 | `a \| b` |"),
         "ids": ("soak-cpu", outside, "| 0 of 19,500 |", "| 3 of 19,500 |"),
     }  # fmt: skip
 
@@ -245,7 +253,8 @@ def test_verdicts_are_counted(said, case):
 
 
 def test_products_of_two_models_stay_apart(said):
-    """Two models have products of one shape, with heads of their own: each has its own row and its own time."""
+    """Two models have products of one shape, with heads of their own:
+    each has its own row and its own time."""
 
     def change(name, found):
         if name == "kernels-nvidia-h200":

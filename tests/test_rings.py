@@ -1,4 +1,5 @@
-"""A sliding layer keeps its keys in a ring: key n in row n % S. Bits are those of a cache that holds everything."""
+"""A sliding layer keeps its keys in a ring: key n in row n % S. Bits are those of a cache that holds
+everything."""
 
 import numpy as np
 import pytest
@@ -16,8 +17,11 @@ SLIDING = ["sliding_attention", "sliding_attention"]
 PROMPT = np.random.default_rng(3).integers(0, 97, 304).tolist()
 
 
-@pytest.mark.parametrize("window, newest, cut, rows", [(20, 16, 1, 35), (20, 16, 128, 128), (128, 16, 128, 256),
-                                                       (113, 16, 128, 128), (0, 16, 128, 1000), (2000, 16, 1, 1000)])  # fmt: skip
+RINGS = [(20, 16, 1, 35), (20, 16, 128, 128), (128, 16, 128, 256), (113, 16, 128, 128), (0, 16, 128, 1000),
+         (2000, 16, 1, 1000)]  # fmt: skip
+
+
+@pytest.mark.parametrize("window, newest, cut, rows", RINGS)
 def test_how_long_a_ring_is(window, newest, cut, rows):
     assert state.cache_rows(window, 1000, newest, cut) == rows
 
@@ -27,8 +31,8 @@ def open_pair(folder, ops, chunk, kinds=SLIDING):
         folder, "grouped", family="qwen3", block=BLOCK, max_pos=512, windows=(SLIDING, WINDOW, True),
         target_config={"layer_types": kinds, "sliding_window": WINDOW, "use_sliding_window": True},
     )  # fmt: skip
-    return md.load(str(target), drafter=str(drafter), backend=ops.name, activations=ops.activations, warm=False,
-                   prefill_chunk=chunk)  # fmt: skip
+    return md.load(str(target), drafter=str(drafter), backend=ops.name, activations=ops.activations,
+                   warm=False, prefill_chunk=chunk)  # fmt: skip
 
 
 def told(engine, known=None, **options):

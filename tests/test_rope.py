@@ -51,7 +51,8 @@ def test_default(theta, size):
 
 
 def compare(found, frequencies, theta):
-    """The angle is the reference's, in f32: half an ulp for each of its roundings, ln(theta) for the exponent's."""
+    """The angle is the reference's, in f32: half an ulp for each of its roundings, ln(theta)
+    for the exponent's."""
     roundings = 6 + math.log(theta)
     cos, sin = found
     assert cos.dtype == sin.dtype == np.float32

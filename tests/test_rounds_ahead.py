@@ -1,7 +1,8 @@
-"""Rounds that are started before the one ahead of them has been read: the GPU's case, here with numba's rounds run early.
+"""Rounds that are started before the one ahead of them has been read:
+the GPU's case, here with numba's rounds run early.
 
-What is emitted, and what every `Round` says, must not depend on it; every started round's result is asked for, since
-its copies must have ended before their memory is another's.
+What is emitted, and what every `Round` says, must not depend on it; every started round's result is asked
+for, since its copies must have ended before their memory is another's.
 """
 
 import pytest
@@ -45,7 +46,8 @@ def told(engine, **options):
 
 
 CASES = {
-    "block 16": {"verify": 64}, "verify 3": {"verify": 3}, "plain": {"drafter": None}, "verify 1": {"verify": 1},
+    "block 16": {"verify": 64}, "verify 3": {"verify": 3}, "plain": {"drafter": None},
+    "verify 1": {"verify": 1},
     "sampled": {"temperature": 0.8, "seed": 4, "samples": 2, "logprobs": True, "verify": 5},
     "short": {"verify": 64, "max_tokens": 3},
 }  # fmt: skip

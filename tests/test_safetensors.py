@@ -52,8 +52,8 @@ def test_every_bf16_pattern_survives(tmp_path):  # F50
 
 def test_the_library_s_files_read_alike(tmp_path):
     rng = np.random.default_rng(0)
-    arrays = {f"t{i}": rng.standard_normal((5, 7, i)).astype(kind) for i, kind in
-              enumerate([np.float32, np.float16, np.float64, np.int8, np.int32, np.int64, np.uint8, np.bool_])}  # fmt: skip
+    kinds = np.float32, np.float16, np.float64, np.int8, np.int32, np.int64, np.uint8, np.bool_
+    arrays = {f"t{i}": rng.standard_normal((5, 7, i)).astype(kind) for i, kind in enumerate(kinds)}
     arrays["scalar"] = np.full((), 3, np.float32)
     arrays["bf16"] = rng.standard_normal((3, 11)).astype(ml_dtypes.bfloat16)
     safetensors.numpy.save_file(arrays, tmp_path / SINGLE, metadata={"format": "pt"})

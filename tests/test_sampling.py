@@ -1,8 +1,7 @@
 """Sampling: the target's filtered law exactly, and for a seed the same text with any drafter and with none.
 
-Sample-and-match: the target's own draw at each position decides. Rejection sampling (accept="reject") promises the law
-alone. The laws are known: pair FX-S of automaton.py.
-"""
+Sample-and-match: the target's own draw at each position decides. Rejection sampling (accept="reject")
+promises the law alone. The laws are known: pair FX-S of automaton.py."""
 
 import itertools
 from functools import cache
@@ -48,7 +47,7 @@ def open_fx(folder, name="FX-S", backend="numba", changes=None, **options):
 
 @pytest.fixture(scope="module")
 def fx_of(tmp_path_factory):
-    """backend -> the pair FX-S on it, opened once. The emulator's has fewer of the layers that add nothing."""
+    """backend -> the pair FX-S on it, opened once; on the emulator with fewer layers that add nothing."""
     small = {"layers": 2, "taps": (0,), "ffn": 16}
 
     @cache
@@ -65,7 +64,7 @@ def fx(fx_of):
 
 
 def transitions(**law):
-    """P[a, b]: the chance that b follows a on FX-S under the filtered law, from the weights as they are stored."""
+    """P[a, b]: the chance that b follows a on FX-S under the filtered law, from the stored weights."""
     head = np.zeros((VOCAB, VOCAB))
     for token, nexts in TABLES["FX-S"]["successor"].items():
         for following, chance in (nexts if isinstance(nexts, dict) else {nexts: 1.0}).items():
@@ -88,7 +87,7 @@ def joint(start=5, **law):
     return p[start][:, None, None] * p[:, :, None] * p[None]
 
 
-# ---- the law -----------------------------------------------------------------------------------------------------
+# ---- the law -----------------------------------------------------------------------------------------------
 
 
 # Outcomes: usually, and with FULL.
@@ -110,11 +109,13 @@ def test_the_joint_law_of_three_tokens(fx_of, on, accept, law, monkeypatch):
 
 
 def likeliest_as_drawn(ops, engine, s, drafted_rows):
-    """Stands in for engine.draft: the drafter's likeliest tokens, under the laws that draws would come from."""
+    """Stands in for engine.draft: the drafter's likeliest tokens, under the laws that draws would come
+    from."""
     draft(ops, engine, s, drafted_rows)
     w, config, target = engine.drafter.weights, engine.drafter.config, engine.target
     ops.head(
-        s.draft_rows.x, drafted_rows, w["norm"], config.eps, target.weights["head"], target.ids, s.drafts.reshape(-1), s.work
+        s.draft_rows.x, drafted_rows, w["norm"], config.eps, target.weights["head"], target.ids,
+        s.drafts.reshape(-1), s.work
     )  # fmt: skip
 
 
@@ -129,7 +130,7 @@ def test_a_biased_rule_fails_the_same_test(fx_of, backend, temperature, monkeypa
     assert surprise(counts, joint(**law)) > 6
 
 
-# ---- what rejection promises, and what not -----------------------------------------------------------------------
+# ---- what rejection promises, and what not -----------------------------------------------------------------
 
 
 def test_rejection_gives_a_seeds_text_again_and_no_other_rules_text(fx, tmp_path):
@@ -160,11 +161,11 @@ def test_the_drafters_law_is_filtered_like_the_targets(fx):
     assert kept == {"all": [VOCAB] * 3, "top_k": [2] * 3, "min_p": [1] * 3}
 
 
-# ---- drafted == plain --------------------------------------------------------------------------------------------
+# ---- drafted == plain --------------------------------------------------------------------------------------
 
 
 def sampled_sweep(engine, prompt, seed, count, block=16, widths=(3, 64, "auto"), law=None, own=True):
-    """One seed, plain, with the engine's drafter and with the replay drafter. Returns accepted lengths of the replay."""
+    """One seed, plain, with the engine's drafter, with the replay drafter: the replay's accepted lengths."""
     options = {**RAW, "seed": seed, **(law or LAWS[seed % len(LAWS)])}
     known = md.generate(engine, prompt, max_tokens=count + block, drafter=False, **options).tokens
     seen = {}
@@ -243,7 +244,7 @@ def test_a_draw_that_moves_with_the_round_is_caught(tmp_path):
         assert [t for r in rounds for t in r.tokens] == known[:40]
 
 
-# ---- edges of the law (F59, F60, F07) ----------------------------------------------------------------------------
+# ---- edges of the law (F59, F60, F07) ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("law", [{"top_k": 1}, {"top_p": 1e-4}, {"min_p": 1.0}], ids=str)
@@ -278,9 +279,10 @@ def test_f60_tiny_temperatures_are_greedy_and_none_gives_nan(fx_of, backend, acc
         assert np.isfinite(found.logprobs).all() and len(set(found.tokens)) > 5
 
 
-BAD = [("temperature", (-1, -1e-9, float("nan"), float("inf"), "1", True)), ("top_p", (0, -0.1, 1.01, float("nan"))),
-       ("top_k", (-1, 1.5, True)), ("min_p", (-0.1, 1.1, float("nan"))), ("seed", (-1, 2**64, 0.5)),
-       ("samples", (0, -1, 1.5)), ("accept", ("maybe", 1))]  # fmt: skip
+BAD = [("temperature", (-1, -1e-9, float("nan"), float("inf"), "1", True)),
+       ("top_p", (0, -0.1, 1.01, float("nan"))), ("top_k", (-1, 1.5, True)),
+       ("min_p", (-0.1, 1.1, float("nan"))), ("seed", (-1, 2**64, 0.5)), ("samples", (0, -1, 1.5)),
+       ("accept", ("maybe", 1))]  # fmt: skip
 
 
 @pytest.mark.parametrize("name, value", [(name, value) for name, values in BAD for value in values])
@@ -315,7 +317,7 @@ def test_f07_padding_rows_are_never_drawn(tmp_path):
         assert md.generate(engine, [9] * 40 + [5], drafter=False, **options).tokens == found
 
 
-# ---- what comes out ----------------------------------------------------------------------------------------------
+# ---- what comes out ----------------------------------------------------------------------------------------
 
 
 def test_f62_a_seed_gives_its_text_again(fx):

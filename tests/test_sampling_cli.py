@@ -55,8 +55,10 @@ def test_f61_every_flag_changes_what_comes_out_or_is_refused(mdf, flag):
 
 @pytest.mark.parametrize("flags, words", [
     (("--temperature", -1), "need a number from 0 up"), (("--temperature", "nan"), "need a number from 0 up"),
-    (("--temperature", 1, "--top-p", 0), "top-p is 0.0"), (("--temperature", 1, "--top-k", -1), "need a whole number"),
-    (("--temperature", 1, "--min-p", 2), "need a number from 0 to 1"), (("--logprobs",), "--logprobs has no place"),
+    (("--temperature", 1, "--top-p", 0), "top-p is 0.0"),
+    (("--temperature", 1, "--top-k", -1), "need a whole number"),
+    (("--temperature", 1, "--min-p", 2), "need a number from 0 to 1"),
+    (("--logprobs",), "--logprobs has no place"),
     (("--temperature", 1, "--accept", "reject"), "--accept reject needs a fixed --verify"),
 ])  # fmt: skip
 def test_bad_flags_are_refused(mdf, flags, words):

@@ -1,4 +1,5 @@
-"""The schedule of `--verify auto`, on made-up machines: it finds what pays and never loses much while it looks."""
+"""The schedule of `--verify auto`, on made-up machines: it finds what pays and never loses much while it
+looks."""
 
 from types import SimpleNamespace
 
@@ -13,7 +14,8 @@ GPU = {1: 0.9, 4: 1.2, 8: 1.3, 16: 1.4}
 
 
 def play(schedule, tokens, rate, rng):
-    """(time taken, plain time) of a text of so many tokens whose drafts are right with probability `rate` each."""
+    """(time taken, plain time) of a text of so many tokens whose drafts are right with probability `rate`
+    each."""
     schedule.begin()
     total, left = 0.0, tokens
     while left > 0:

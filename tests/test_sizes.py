@@ -18,7 +18,8 @@ from tests.test_contract import edit
     ("which", "keys", "words"),
     [
         (0, {"num_hidden_layers": 5000}, "num_hidden_layers is 5000, need fewer: the files hold 39 tensors"),
-        (0, {"num_hidden_layers": 10**7}, "num_hidden_layers is 10000000, need fewer: the files hold 39 tensors"),
+        (0, {"num_hidden_layers": 10**7},
+         "num_hidden_layers is 10000000, need fewer: the files hold 39 tensors"),
         (0, {"num_hidden_layers": 2**52}, "num_hidden_layers is 4503599627370496"),
         (1, {"num_hidden_layers": 10**8, "layer_types": None}, "num_hidden_layers is 100000000, need fewer"),
         (0, {"vocab_size": 2**52}, "vocab_size is 4503599627370496"),
@@ -50,8 +51,10 @@ def test_numbers_that_python_does_not_print_are_refused_in_one_line(tmp_path, md
     usual = "generate", "--target", target, "--drafter", drafter, "--backend", "oracle"
     for size in (1000, 5000):
         number = "9" * size
-        for flags in (("--tokens", number), ("--tokens", "5", "-n", number), ("--tokens", "5", "--ctx", number),
-                      ("--tokens", "5", "--temperature", "1", "--seed", number), ("--tokens", "5", "--block", number)):  # fmt: skip
+        some = ["--tokens", "5"]
+        for flags in (["--tokens", number], [*some, "-n", number], [*some, "--ctx", number],
+                      [*some, "--temperature", "1", "--seed", number], [*some, "--block", number],
+                      ):  # fmt: skip
             code, out, err = mdf(*usual, *flags)
             assert (code, out) == (2, "") and "internal" not in err and len(err) < 600, err
 

@@ -1,4 +1,5 @@
-"""Files and names of strangers: nothing that a terminal obeys gets out, sizes are counted before they are believed."""
+"""Files and names of strangers: nothing that a terminal obeys gets out,
+sizes are counted before they are believed."""
 
 import json
 import os
@@ -211,7 +212,8 @@ STRINGS = text(b"a") + u32(9, 8)  # an array of texts
 
 @pytest.mark.parametrize("body, words", [
     (u64(0, 2**63), "cut off"), (u64(2**40, 0), "cut off"), (u64(0, 1, 2**63), "cut off"),
-    (u64(0, 1) + STRINGS + u64(2**40), "cut off"), (u64(0, 1) + text(b"a") + u32(9, 0) + u64(2**62), "cut off"),
+    (u64(0, 1) + STRINGS + u64(2**40), "cut off"),
+    (u64(0, 1) + text(b"a") + u32(9, 0) + u64(2**62), "cut off"),
     (u64(0, 1) + text(b"a") + u32(9, 0) + u64(4_100_000) + bytes(4_100_000), "at most 4000000"),
     (u64(1, 0) + text(b"a") + u32(2**32 - 1) + bytes(99), "4294967295 dimensions"),
     (u64(1, 0) + info(b"a", ()) + bytes(99), "0 dimensions"),
@@ -271,10 +273,13 @@ LINE = {"round": 0, "ids": [5], "drafts": [], "accepted": 0, "verify": 0, "secon
 
 
 @pytest.mark.parametrize("wrong", [
-    {"seconds": "1"}, {"seconds": None}, {"seconds": 1e308}, {"seconds": float("nan")}, {"seconds": -1}, {"verify": None},
+    {"seconds": "1"}, {"seconds": None}, {"seconds": 1e308}, {"seconds": float("nan")}, {"seconds": -1},
+    {"verify": None},
     {"verify": 10**7, "drafts": [1], "accepted": 1}, {"verify": 2}, {"verify": True}, {"id_texts": []},
-    {"id_texts": ["a", "b"]}, {"id_texts": [5]}, {"draft_texts": ["a"]}, {"ids": ESCAPE[:5]}, {"ids": [ESCAPE[:5]]},
-    {"ids": []}, {"ids": [-1]}, {"finish_reason": ESCAPE[:9]}, {"drafts": [1, 2], "accepted": -1, "verify": 3},
+    {"id_texts": ["a", "b"]}, {"id_texts": [5]}, {"draft_texts": ["a"]}, {"ids": ESCAPE[:5]},
+    {"ids": [ESCAPE[:5]]},
+    {"ids": []}, {"ids": [-1]}, {"finish_reason": ESCAPE[:9]},
+    {"drafts": [1, 2], "accepted": -1, "verify": 3},
     {"drafts": [1, 2], "accepted": 1.0, "verify": 3}, {"accepted": 1}, {"text": 5}, {"drafts": None},
 ])  # fmt: skip
 def test_lines_that_are_no_trace_are_refused(wrong, tmp_path, mdf):
@@ -286,8 +291,9 @@ def test_lines_that_are_no_trace_are_refused(wrong, tmp_path, mdf):
 
 
 def test_other_files_are_no_trace(tmp_path):
-    for content, words in ((b"[1]\n", "it is a list"), (b"null\n", "line 1"), (b"[" * 10**5, "not JSON"), (b"{}", "no ids"),
-                           (b"", "is empty"), (b"\xff\xfe{\0", "UTF-16"), (b"\xff", "not UTF-8")):  # fmt: skip
+    for content, words in ((b"[1]\n", "it is a list"), (b"null\n", "line 1"), (b"[" * 10**5, "not JSON"),
+                           (b"{}", "no ids"), (b"", "is empty"), (b"\xff\xfe{\0", "UTF-16"),
+                           (b"\xff", "not UTF-8")):  # fmt: skip
         (tmp_path / "t").write_bytes(content)
         with pytest.raises(UserError, match=words):
             read(str(tmp_path / "t"))

@@ -1,4 +1,5 @@
-"""Chat templates of strangers: bounded in steps, text and time; what published templates use renders as before."""
+"""Chat templates of strangers: bounded in steps, text and time; what published templates use renders as
+before."""
 
 import time
 import tracemalloc
@@ -20,7 +21,8 @@ def render(source, messages=USER, **args):
 ENDLESS = "does not come to an end"
 LONG = "a text of more than"
 BOMBS = {
-    "nested loops": ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", ENDLESS),
+    "nested loops": ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+                     ENDLESS),
     "nested loops without calls": (
         "{% set r = range(999) %}{% for i in r %}{% for j in r %}{% endfor %}{% endfor %}",
         ENDLESS,
@@ -44,19 +46,22 @@ BOMBS = {
     "times": ("{{ 'x' * 10**10 }}", LONG),
     "list times": ("{{ ['x' * 1000000] * 1000 }}", LONG),
     "power": ("{{ 10 ** 9999 }}", "number of more than"),
-    "powers": ("{% set ns = namespace(n=9) %}{% for i in range(60) %}{% set ns.n = ns.n * ns.n %}{% endfor %}",
+    "powers": (("{% set ns = namespace(n=9) %}{% for i in range(60) %}{% set ns.n = ns.n * ns.n %}"
+                "{% endfor %}"),
                "number of more than"),
     "joined": (
         "{% set ns = namespace(s='xxxx') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
         LONG,
     ),
     "slices": (
-        "{% set s = 'x' * 10000000 %}{% set ns = namespace() %}{% for i in range(999) %}{% set ns.a = s[1:] %}{% endfor %}",
+        ("{% set s = 'x' * 10000000 %}{% set ns = namespace() %}{% for i in range(999) %}"
+         "{% set ns.a = s[1:] %}{% endfor %}"),
         "too much text",
     ),
     "output": ("{% set s = 'x' * 10000000 %}{% for i in range(999) %}{{ s }}{% endfor %}", LONG),
     "output of a macro": (
-        "{% set l = ['x' * 10000000] %}{% macro f() %}{% for i in range(999) %}{{ l }}{% endfor %}{% endmacro %}{{ f() }}",
+        ("{% set l = ['x' * 10000000] %}{% macro f() %}{% for i in range(999) %}{{ l }}{% endfor %}"
+         "{% endmacro %}{{ f() }}"),
         "too much text",
     ),
     "width": ("{{ '%99999999999d' % 1 }}", LONG),
@@ -139,27 +144,41 @@ def test_the_clock_ends_what_is_slow_in_few_steps(monkeypatch):
 
 
 RENDERED = [
-    ("{% set ns = namespace(n=0) %}{% for m in messages[::-1] %}{% set ns.n = ns.n + loop.index %}{% endfor %}{{ ns.n }}", "1"),
+    (("{% set ns = namespace(n=0) %}{% for m in messages[::-1] %}{% set ns.n = ns.n + loop.index %}"
+      "{% endfor %}{{ ns.n }}"), "1"),
     ("{% for a, b in [(1, 2), (3, 4)] if a > 1 %}{{ a ~ '-' ~ b }}{% else %}none{% endfor %}", "3-4"),
-    ("{% for i in range(9) %}{% if i == 1 %}{% continue %}{% endif %}{% if i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}", "02"),
+    (("{% for i in range(9) %}{% if i == 1 %}{% continue %}{% endif %}{% if i == 3 %}{% break %}{% endif %}"
+      "{{ i }}{% endfor %}"), "02"),
     ("{% generation %}a{% endgeneration %}{% set b %}<{{ bos_token }}>{% endset %}{{ b }}", "a<<s>>"),
-    ("{% macro m(x, y='z') %}{{ x + y }}{{ caller() if caller }}{% endmacro %}{{ m('a') }}{% call m('b', y='c') %}!{% endcall %}", "azbc!"),
+    (("{% macro m(x, y='z') %}{{ x + y }}{{ caller() if caller }}{% endmacro %}{{ m('a') }}"
+      "{% call m('b', y='c') %}!{% endcall %}"), "azbc!"),
     ("{{ {'b': '<é>', 'a': [1, none]}|tojson }}", '{"b": "<é>", "a": [1, null]}'),
     ("{{ {'b': 1}|tojson(indent=4) }}", '{\n    "b": 1\n}'),
-    ("{{ {'b': 1, 'a': 'é'}|tojson(ensure_ascii=true, separators=(',', ':'), sort_keys=true) }}", '{"a":"\\u00e9","b":1}'),
-    ("{% for k, v in {'b': 1, 'a': 2}.items() %}{{ k }}{{ v }}{% endfor %}{% for k, v in {'b': 1, 'a': 2}|dictsort %}{{ k }}{% endfor %}", "b1a2ab"),
+    ("{{ {'b': 1, 'a': 'é'}|tojson(ensure_ascii=true, separators=(',', ':'), sort_keys=true) }}",
+     '{"a":"\\u00e9","b":1}'),
+    (("{% for k, v in {'b': 1, 'a': 2}.items() %}{{ k }}{{ v }}{% endfor %}"
+      "{% for k, v in {'b': 1, 'a': 2}|dictsort %}{{ k }}{% endfor %}"), "b1a2ab"),
     ("{{ [{'a': 2}, {'a': 1}]|sort(attribute='a')|map(attribute='a')|join(', ') }}", "1, 2"),
-    ("{{ messages|selectattr('role', 'equalto', 'user')|list|length }}{{ messages|rejectattr('role', 'in', ['user'])|first is undefined }}", "1True"),
-    ("{{ '%s: %05.1f' % ('a', 1.25) }} {{ '{} {x:>4}|'.format('b', x=1) }} {{ '%d'|format(7) }}", "a: 001.2 b    1| 7"),
+    (("{{ messages|selectattr('role', 'equalto', 'user')|list|length }}"
+      "{{ messages|rejectattr('role', 'in', ['user'])|first is undefined }}"), "1True"),
+    ("{{ '%s: %05.1f' % ('a', 1.25) }} {{ '{} {x:>4}|'.format('b', x=1) }} {{ '%d'|format(7) }}",
+     "a: 001.2 b    1| 7"),
     ("{% for m in messages %}{{ m.content.replace('i', 'ey').upper().split('E')[-1] }}{% endfor %}", "Y"),
-    ("{{ 'a </think> b'.split('</think>')[-1].lstrip('\\n').strip() }}{{ ' x\n'|trim }}{{ 'abc'.startswith('a') }}", "bxTrue"),
-    ("{{ ', '.join(['a', 'b']) }}{{ [1, 2] + [3] }}{{ 'ab' * 2 }}{{ 7 % 4 }}{{ 2 ** 10 }}", "a, b[1, 2, 3]abab31024"),
-    ("{{ 'line\nline'|indent(2) }}{{ [1, 2, 3]|sum }}{{ 2.567|round(1) }}{{ [3, 1]|max }}", "line\n  line62.63"),
-    ("{{ [1, 2, 3]|batch(2, 0)|list }}{{ 'x'|center(3) }}{{ ['a', 'a']|unique|list }}", "[[1, 2], [3, 0]] x ['a']"),
-    ("{{ none }}{{ nothing }}{{ nothing|default('d') }}{{ 'y' if messages[0]['content'] is string }}", "Nonedy"),
-    ("{{ messages[0].get('name', 'n') }}{{ 'tools' in messages[0] }}{{ dict(a=1).keys()|list }}", "nFalse['a']"),
+    (("{{ 'a </think> b'.split('</think>')[-1].lstrip('\\n').strip() }}{{ ' x\n'|trim }}"
+      "{{ 'abc'.startswith('a') }}"), "bxTrue"),
+    ("{{ ', '.join(['a', 'b']) }}{{ [1, 2] + [3] }}{{ 'ab' * 2 }}{{ 7 % 4 }}{{ 2 ** 10 }}",
+     "a, b[1, 2, 3]abab31024"),
+    ("{{ 'line\nline'|indent(2) }}{{ [1, 2, 3]|sum }}{{ 2.567|round(1) }}{{ [3, 1]|max }}",
+     "line\n  line62.63"),
+    ("{{ [1, 2, 3]|batch(2, 0)|list }}{{ 'x'|center(3) }}{{ ['a', 'a']|unique|list }}",
+     "[[1, 2], [3, 0]] x ['a']"),
+    ("{{ none }}{{ nothing }}{{ nothing|default('d') }}{{ 'y' if messages[0]['content'] is string }}",
+     "Nonedy"),
+    ("{{ messages[0].get('name', 'n') }}{{ 'tools' in messages[0] }}{{ dict(a=1).keys()|list }}",
+     "nFalse['a']"),
     ("{% filter upper %}a{{ 'b' }}{% endfilter %}{% block c %}d{% endblock %}{{ self.c() }}", "ABdd"),
-    ("{% for i in [[1], [2]] recursive %}{{ loop(i) if i is iterable else i }}{% endfor %}{{ loop is defined }}", "12False"),
+    (("{% for i in [[1], [2]] recursive %}{{ loop(i) if i is iterable else i }}{% endfor %}"
+      "{{ loop is defined }}"), "12False"),
 ]  # fmt: skip
 
 
@@ -186,10 +205,13 @@ def test_a_long_conversation_is_not_refused_for_its_length():
 def test_every_method_of_text_is_thought_of():
     """A method that makes more than it is given, or is given much to look for, must have a bound."""
     quiet = {
-        "capitalize", "casefold", "count", "endswith", "find", "format", "format_map", "index", "isalnum", "isalpha",
-        "isascii", "isdecimal", "isdigit", "isidentifier", "islower", "isnumeric", "isprintable", "isspace", "istitle",
+        "capitalize", "casefold", "count", "endswith", "find", "format", "format_map", "index", "isalnum",
+        "isalpha",
+        "isascii", "isdecimal", "isdigit", "isidentifier", "islower", "isnumeric", "isprintable", "isspace",
+        "istitle",
         "isupper", "join", "lower", "lstrip", "partition", "removeprefix", "removesuffix", "rfind", "rindex",
-        "rpartition", "rsplit", "rstrip", "split", "splitlines", "startswith", "strip", "swapcase", "title", "upper",
+        "rpartition", "rsplit", "rstrip", "split", "splitlines", "startswith", "strip", "swapcase", "title",
+        "upper",
     }  # fmt: skip
     assert METHODS[str] <= quiet | set(GROWTH)
 

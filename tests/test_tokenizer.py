@@ -19,10 +19,10 @@ TEXT = (
     "The quick brown fox — café 😀😀, 日本語 naïve  two  spaces\n\tdef f(x): return x  # 1234 👩‍👩‍👧 Ω\n" * 3
 )
 CHATML = (
-    "{% for m in messages %}{% if loop.first and m['role'] != 'system' %}<|a|>system\nBe kind<|b|>\n{% endif %}"
-    "<|a|>{{ m['role'] }}\n{{ m['content'] }}<|b|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|a|>assistant\n{% if enable_thinking is defined and not enable_thinking %}"
-    "<think></think>{% endif %}{% endif %}"
+    "{% for m in messages %}{% if loop.first and m['role'] != 'system' %}<|a|>system\nBe kind<|b|>\n{% endif "
+    "%}<|a|>{{ m['role'] }}\n{{ m['content'] }}<|b|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|a|>assistant\n{% if enable_thinking is defined and not enable_thinking "
+    "%}<think></think>{% endif %}{% endif %}"
 )
 
 

@@ -17,7 +17,8 @@ from tests.models import place
 
 SHAPES = {name: SIZES[name] for name in ("smollm2-135m", "qwen3-8b")}
 CONTEXT, ROWS = 140, 5  # two leaves of attention
-CLOSE = 0.01  # of what the layer adds: bf16 rounds q, k, v, h and the attention's output once each, by 2^-9 at most
+# Of what the layer adds: bf16 rounds q, k, v, h and the attention's output once each, by 2^-9 at most.
+CLOSE = 0.01
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +103,8 @@ def test_a_layer_matches_the_oracle(ops, layer, name):
 
 @on_gpu_backends
 def test_a_layer_shows_whose_keys_it_reads_and_no_neighbours(ops, layer):
-    """Of the smaller shape: another kv head's keys are seen, and a row alone has the bits of the rows together."""
+    """Of the smaller shape: another kv head's keys are seen, and a row alone has the bits of the rows
+    together."""
     name = "smollm2-135m"
     inputs = layer(name)
     _, _, (keys, values), _, x = inputs

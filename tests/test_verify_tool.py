@@ -14,7 +14,7 @@ PROMPTS = [{"kind": "chat", "tokens": [9] * 20 + [5]}, {"kind": "code", "tokens"
 CHAIN = {5: 20, 9: 20, 7: 20, 6: 20, **{20 + i: 20 + (i + 1) % 30 for i in range(30)}}
 
 
-# ---- every row, every array that it writes ---------------------------------------------------------------------------
+# ---- every row, every array that it writes -----------------------------------------------------------------
 
 
 class Planted:
@@ -99,7 +99,7 @@ def test_a_kernel_that_does_nothing_or_breaks_is_found(problem_of, name):
     assert problem_of(name, breaks, replaces=True) == "RuntimeError: out of order"
 
 
-# ---- the subcommand --------------------------------------------------------------------------------------------------
+# ---- the subcommand ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -116,8 +116,8 @@ def verify(tmp_path, monkeypatch, mdf):
             return engine
 
         monkeypatch.setattr(check, "open_engine", open_engine)
-        code, out, err = mdf("verify", "--target", target, "--drafter", drafter, "--prompts", tmp_path / "prompts",
-                             "-n", 20, "--backend", "numba", *flags)  # fmt: skip
+        code, out, err = mdf("verify", "--target", target, "--drafter", drafter, "--prompts",
+                             tmp_path / "prompts", "-n", 20, "--backend", "numba", *flags)  # fmt: skip
         assert not err
         return code, out
 

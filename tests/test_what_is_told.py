@@ -1,4 +1,5 @@
-"""What trace, bench and statistics tell is what happened: beside the rounds themselves, or a run made wrong."""
+"""What trace, bench and statistics tell is what happened: beside the rounds themselves,
+or a run made wrong."""
 
 import json
 
@@ -97,8 +98,12 @@ def test_stats_tell_kept_of_verified(traced, pair, mdf):
 @pytest.fixture
 def bench(mdf, pair, tmp_path):
     """Rows of `bench` by kind, and what it prints."""
-    lines = '{"kind": "a", "tokens": [9, 9, 9, 5]}\n{"kind": "b", "prompt": "t9 t9 t5"}\n{"kind": "b", "tokens": [9, 5]}\n'
-    (tmp_path / "p.jsonl").write_text(lines)
+    prompts = (
+        {"kind": "a", "tokens": [9, 9, 9, 5]},
+        {"kind": "b", "prompt": "t9 t9 t5"},
+        {"kind": "b", "tokens": [9, 5]},
+    )
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, prompts)))
     argv = ["bench", *pair, "--prompts", tmp_path / "p.jsonl", "-n", 12, "-r", 1, "--verify", 8]
 
     def call():

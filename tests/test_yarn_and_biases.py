@@ -1,7 +1,7 @@
 """Rotary embedding by yarn and biases of attention, end to end: against golden drafters and against float64.
 
-The golden drafters that have them are gpt-oss's. Its target cannot be loaded here, and of a target a drafter sees
-its features, its embedding and its head alone: one with those three stands in for it.
+The golden drafters that have them are gpt-oss's. Its target cannot be loaded here, and of a target a drafter
+sees its features, its embedding and its head alone: one with those three stands in for it.
 """
 
 import json
@@ -54,8 +54,8 @@ def test_inside_of_a_golden_drafter(ops, pair, tmp_path):
     for i in range(2):  # not kept where the drafter's file was made otherwise
         g.setdefault(f"s0.mod.{i}.mlp", g[f"s0.layer.{i}"] - before - g[f"s0.mod.{i}.self_attn"])
         before = g[f"s0.layer.{i}"]
-    engine = md.load(str(stand_in(tmp_path, pair)), drafter=str(golden(pair)), backend=ops.name, activations="f32", ctx=64,
-                     warm=False)  # fmt: skip
+    engine = md.load(str(stand_in(tmp_path, pair)), drafter=str(golden(pair)), backend=ops.name,
+                     activations="f32", ctx=64, warm=False)  # fmt: skip
     ops, request = engine.ops, Request.of(engine, ids, {"max_tokens": 16, "block": 8, "verify": 8})
     s = reserve(engine, request)
     try:

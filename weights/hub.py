@@ -58,8 +58,11 @@ def _fetch(repo, role, revision, offline, progress):
 
     def snapshot(patterns):
         bars = {} if progress else {"tqdm_class": _quiet()}
-        return Path(hub.snapshot_download(repo, revision=revision, local_files_only=offline, allow_patterns=patterns,
-                                          ignore_patterns=["*/*"], **bars))  # fmt: skip
+        found = hub.snapshot_download(
+            repo, revision=revision, local_files_only=offline, allow_patterns=patterns,
+            ignore_patterns=["*/*"], **bars,
+        )  # fmt: skip
+        return Path(found)
 
     try:
         folder = snapshot(FILES)

@@ -1,7 +1,9 @@
-"""What a converted checkpoint is when it is whole: names, sizes, times and checksums in a file beside the others.
+"""What a converted checkpoint is when it is whole: names, sizes, times and checksums in a file beside the
+others.
 
-Owner, names, sizes, times and the contents of small files are looked at before each use. The weights are hashed in full
-only when their time is another one, as in a copy; what a backend reads of them is summed meanwhile by a thread.
+Owner, names, sizes, times and the contents of small files are looked at before each use. The weights are
+hashed in full only when their time is another one, as in a copy; what a backend reads of them is summed
+meanwhile by a thread.
 """
 
 import hashlib
@@ -22,7 +24,8 @@ PIECE = 1 << 17  # words of 8 bytes that give one sum
 
 
 def describe(folder, weights):
-    """Write the manifest of a folder just made, and take its files from everybody else. weights: the name to be summed."""
+    """Write the manifest of a folder just made, and take its files from everybody else.
+    weights: the name to be summed."""
     for path in folder.iterdir():
         path.chmod(0o644)
     files = {path.name: _entry(path) for path in sorted(folder.iterdir())}
@@ -52,9 +55,11 @@ def sha256(path):
 
 
 def content_sum(data):
-    """Hexadecimal checksum of a buffer at the speed of memory: sha256 over sums of its pieces as whole numbers.
+    """Hexadecimal checksum of a buffer at the speed of memory: sha256 over sums of its pieces as whole
+    numbers.
 
-    data: mapped or in memory, any length. Any change within one word, a lost page or a moved piece changes it.
+    data: mapped or in memory, any length. Any change within one word,
+    a lost page or a moved piece changes it.
     """
     words = np.frombuffer(data, "<u8", len(data) // 8)
     whole = len(words) // PIECE * PIECE

@@ -24,7 +24,8 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 MAX_HEADER = 100_000_000  # bytes, the format's own bound; no JSON file of a checkpoint comes near it either
 MAX_MARKS = 2_000_000  # commas and colons, of 220,000 tensors; Kimi K2, of 384 experts a layer, has 140,000
 DTYPES = {
-    "BF16": "<u2", "F16": "<f2", "F32": "<f4", "F64": "<f8", "BOOL": "?", "U8": "u1", "I8": "i1", "U16": "<u2",
+    "BF16": "<u2", "F16": "<f2", "F32": "<f4", "F64": "<f8", "BOOL": "?", "U8": "u1", "I8": "i1",
+    "U16": "<u2",
     "I16": "<i2", "U32": "<u4", "I32": "<i4", "U64": "<u8", "I64": "<i8", "F8_E4M3": "u1", "F8_E5M2": "u1",
 }  # fmt: skip
 AGAIN = "the download may be incomplete: fetch the checkpoint again"
@@ -51,7 +52,8 @@ class Tensor:
 
     @property
     def array(self):
-        """Read-only view on the mapped file, `shape`; BF16 and F8 as bits. A copy only if the file misaligns it."""
+        """Read-only view on the mapped file, `shape`; BF16 and F8 as bits.
+        A copy only if the file misaligns it."""
         kind = np.dtype(DTYPES[self.dtype])
         flat = np.frombuffer(self.map, kind, math.prod(self.shape), self.start)
         return (flat if self.start % kind.itemsize == 0 else flat.copy()).reshape(self.shape)
@@ -59,7 +61,8 @@ class Tensor:
     def read_into(self, buffer, first):
         """Fill buffer with the bytes from byte `first` of the tensor on, without the map; any thread may.
 
-        A page that is mapped costs a fault, and one that the file has lost since ends the process. Errors: UserError.
+        A page that is mapped costs a fault, and one that the file has lost since ends the process.
+        Errors: UserError.
         """
         done = 0
         while done < len(buffer):
@@ -74,7 +77,8 @@ class Tensor:
             done += count
 
     def drop(self):
-        """Tell the system that these pages are not needed for now, so that a load does not hold the file twice."""
+        """Tell the system that these pages are not needed for now, so that a load does not hold the file
+        twice."""
         first = self.start - self.start % mmap.PAGESIZE
         if self.nbytes and hasattr(self.map, "madvise"):
             self.map.madvise(mmap.MADV_DONTNEED, first, self.start + self.nbytes - first)
@@ -116,7 +120,8 @@ def read_bytes(path, most=MAX_HEADER):
 
 
 def read_json(path, what=None):
-    """The JSON object in a file. Errors: UserError naming it: unreadable, not JSON, no object, a key twice."""
+    """The JSON object in a file. Errors: UserError naming it: unreadable, not JSON, no object,
+    a key twice."""
     what = f"{what or path.name} ({path})"
     return parse_object(decoded(read_bytes(path), what), what)
 
@@ -217,6 +222,11 @@ def _entry(path, name, entry):
             f"{where}: {dtype} {short(shape)} needs {need} bytes, data_offsets give {offsets[1] - offsets[0]}"
         )
     return dtype, tuple(shape), *offsets
+
+
+def has_weights(folder):
+    """Whether a folder holds weight files that `open_tensors` reads."""
+    return any((Path(folder) / name).exists() for name in (INDEX, SINGLE))
 
 
 def open_tensors(folder):

@@ -1,4 +1,5 @@
-"""stage, stage_context, accept: the integers of a round. The oracle's functions say the rule; these are compiled."""
+"""stage, stage_context, accept: the integers of a round. The oracle's functions say the rule;
+these are compiled."""
 
 from ..record import ACCEPTED, EMITTED, NOT_FINITE, OUT_OF_BUDGET, STOPPED, TOKENS, WHY
 from .jit import jit

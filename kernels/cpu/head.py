@@ -1,4 +1,5 @@
-"""head and head_logits: final norm, LM head, and the smallest argmax of the first `limit` ids. Moves: the weights."""
+"""head and head_logits: final norm, LM head, and the smallest argmax of the first `limit` ids.
+Moves: the weights."""
 
 import numba
 import numpy as np

@@ -9,7 +9,8 @@ from .vector import row_dot
 
 @jit
 def finish_head(work, at, size, bias, bias_at, norm, norm_at, eps, cos, sin, p):
-    """In place on work[at : at + size]: + bias, * norm / rms (models.md 2), rotate by position p (models.md 0)."""
+    """In place on work[at : at + size]: + bias, * norm / rms (models.md 2),
+    rotate by position p (models.md 0)."""
     head = work[at : at + size]
     if len(bias):
         head += bias[bias_at : bias_at + size]

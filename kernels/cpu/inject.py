@@ -20,12 +20,13 @@ def _run(
     for layer in numba.prange(layers):
         for t in range(f.shape[0]):
             if pos[t] >= 0:
-                keep_kv(work, y_at + t * ld + layer * wide, groups, size, kv_bias, layer * wide, k_norm, layer * size,
-                        eps, cos, sin, pos[t], at[t], cache_k[layer, slot[t]], cache_v[layer, slot[t]])  # fmt: skip
+                keep_kv(work, y_at + t * ld + layer * wide, groups, size, kv_bias, layer * wide,
+                        k_norm, layer * size, eps, cos, sin, pos[t], at[t], cache_k[layer, slot[t]],
+                        cache_v[layer, slot[t]])  # fmt: skip
 
 
 def inject(backend, f, wkv, kv_bias, k_norm, eps, cos, sin, slot, pos, at, cache_k, cache_v, work):
     b = backend
     flat = b.none_f if k_norm is None else k_norm.reshape(-1)
-    _run(f, wkv.data, b.f(kv_bias), flat, eps, cos, sin, slot, pos, at, cache_k, cache_v, work, b.none_f, b.none_i,
-         b.threads)  # fmt: skip
+    _run(f, wkv.data, b.f(kv_bias), flat, eps, cos, sin, slot, pos, at, cache_k, cache_v, work, b.none_f,
+         b.none_i, b.threads)  # fmt: skip

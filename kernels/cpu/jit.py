@@ -5,8 +5,9 @@ import pickle
 import sys
 from pathlib import Path
 
-# GNU OpenMP's threads spin this often before they sleep. Its default burns whole time slices when other programs
-# want the cores. Measured on 2 cores, a plain round: 5.7 ms alone with either, under load 22 ms against 150.
+# GNU OpenMP's threads spin this often before they sleep. Its default burns whole time slices when other
+# programs want the cores. Measured on 2 cores, a plain round: 5.7 ms alone with either,
+# under load 22 ms against 150.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import numba

@@ -54,8 +54,8 @@ def _run(x, norm, eps, wq, wkv, biases, norms, tables, address, caches, work, q,
             _row(t, biases, norms, eps, tables, address, caches, q, work, y_at, ld, kv_at)
 
 
-def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot, pos, at, cache_k, cache_v, work,
-        q):  # fmt: skip
+def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot, pos, at, cache_k,
+        cache_v, work, q):  # fmt: skip
     b = backend
     biases, norms = (b.f(q_bias), b.f(kv_bias)), (b.f(q_norm), b.f(k_norm))
     address, caches = (slot, pos, at), (cache_k, cache_v)

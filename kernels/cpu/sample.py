@@ -1,7 +1,9 @@
-"""sample, propose, reject: draws from the filtered laws of rows' logits. oracle.py says the laws. Moves: the weights.
+"""sample, propose, reject: draws from the filtered laws of rows' logits. oracle.py says the laws.
+Moves: the weights.
 
-Nothing is sorted: the last id that a filter keeps is found from sums of integer masses over 2048 bins of logits, then
-by bisection inside one bin. Sums of integers are exact, so neither their order nor the threads show in a draw.
+Nothing is sorted: the last id that a filter keeps is found from sums of integer masses over 2048 bins of
+logits, then by bisection inside one bin. Sums of integers are exact,
+so neither their order nor the threads show in a draw.
 """
 
 import numba
@@ -80,7 +82,8 @@ def _sums(mass, sums, step):
 
 @jit
 def _last_kept(logits, best, temperature, mass, need, is_count, floor, bins, ids):
-    """(logit, id) of the first element, by falling logit and rising id, with which the sum of parts reaches `need`.
+    """(logit, id) of the first element, by falling logit and rising id,
+    with which the sum of parts reaches `need`.
 
     A part is 1 (is_count) or the mass. floor: what has less mass cannot be the answer.
     """
@@ -212,7 +215,8 @@ def _filter(logits, best, key, law, bins, ids, mass):
         _drop(logits, cut, last, mass)
     if top_p < 1.0:
         need = np.int64(np.ceil(top_p * np.float64(_sums(mass, bins, _step(mass)))))
-        # All that weighs less than the floor weighs less than what top_p leaves over: the answer lies above it.
+        # All that weighs less than the floor weighs less than what top_p leaves over:
+        # the answer lies above it.
         floor = F((1.0 - top_p) * MASS / count * 0.5)
         cut, last = _last_kept(logits, best, temperature, mass, need, False, floor, bins, ids)
         _drop(logits, cut, last, mass)
@@ -353,5 +357,6 @@ def _run_reject(x, none_i, pos, norm, eps, w, limit, key, law, drafts, drafted, 
 def reject(backend, x, pos, norm, eps, w, limit, key, law, drafts, mass, ids, logprob, work):
     logprob = backend.none_pairs if logprob is None else logprob
     _run_reject(
-        x, backend.none_i, pos, norm, eps, w.data, limit, key, law, drafts, mass, ids, logprob, work, backend.threads
+        x, backend.none_i, pos, norm, eps, w.data, limit, key, law, drafts, mass, ids, logprob, work,
+        backend.threads
     )  # fmt: skip

@@ -33,7 +33,8 @@ def to_bf16(value):
 
 @jit
 def all_finite(values):
-    """Whether no f32 of a contiguous array is NaN or infinite. A maximum of whole numbers, which vectors do."""
+    """Whether no f32 of a contiguous array is NaN or infinite. A maximum of whole numbers,
+    which vectors do."""
     largest = np.int32(0)
     for bits in values.view(np.int32):
         largest = max(largest, np.int32(bits & np.int32(0x7FFFFFFF)))

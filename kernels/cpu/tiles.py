@@ -1,9 +1,10 @@
 """Matrix times a few rows on the CPU: the one loop that reads the weights.
 
-A packed weight is [N/16][K][16]: 16 output rows are the 16 lanes of a vector. Token rows are laid out [block][K][m],
-m in (1, 4, 8, 16), so that one k needs one widened load of weights and m broadcasts. Every output is the sum over k
-ascending, one fused multiply-add a term, whatever m is: so a row's bits do not depend on how many rows there are.
-Measured on 2 cores with AVX-512: 37 GB/s of bf16 weights at one row, 260 GFLOP/s at 16 rows.
+A packed weight is [N/16][K][16]: 16 output rows are the 16 lanes of a vector. Token rows are laid out
+[block][K][m], m in (1, 4, 8, 16), so that one k needs one widened load of weights and m broadcasts. Every
+output is the sum over k ascending, one fused multiply-add a term, whatever m is: so a row's bits do not
+depend on how many rows there are. Measured on 2 cores with AVX-512:
+37 GB/s of bf16 weights at one row, 260 GFLOP/s at 16 rows.
 """
 
 import numba
@@ -11,12 +12,16 @@ import numpy as np
 
 from .jit import jit
 from .scalar import F, load
-from .vector import make_tile_dot, row_dot
+from .vector import FEATURES, LANES, make_fp4_dot, make_tile_dot, row_dot
 
 _1x4, _1x1 = make_tile_dot(1, 4), make_tile_dot(1, 1)
 _4x4, _4x1 = make_tile_dot(4, 4), make_tile_dot(4, 1)
 _8x2, _8x1 = make_tile_dot(8, 2), make_tile_dot(8, 1)
 _16x1 = make_tile_dot(16, 1)
+_fp4_1x4, _fp4_1x1 = make_fp4_dot(1, 4), make_fp4_dot(1, 1)
+_fp4_4x4, _fp4_4x1 = make_fp4_dot(4, 4), make_fp4_dot(4, 1)
+_fp4_8x2, _fp4_8x1 = make_fp4_dot(8, 2), make_fp4_dot(8, 1)
+_fp4_16x1 = make_fp4_dot(16, 1)
 
 
 @jit(parallel=True)
@@ -36,6 +41,12 @@ def tokens_per_block(rows):
 
 
 @jit
+def tiles_per_group(m):
+    """How many tiles a block of m tokens takes at once: their sums fill the registers."""
+    return 4 if m <= 4 else 2 if m == 8 else 1
+
+
+@jit
 def padded(rows):
     """rows rounded up to whole blocks of tokens."""
     m = tokens_per_block(rows)
@@ -49,7 +60,8 @@ def _source(pick, t):
 
 @jit
 def _lay_share(x, pick, norm, work, rows, total, m, scale_at, first, last):
-    """Inputs first..last-1 of all token rows to their place: whole cache lines, so that threads share none."""
+    """Inputs first..last-1 of all token rows to their place: whole cache lines,
+    so that threads share none."""
     cols = x.shape[1]
     for block in range(total // m):
         for i in range(m):
@@ -73,8 +85,8 @@ def _lay_share(x, pick, norm, work, rows, total, m, scale_at, first, last):
 def lay_tokens(x, pick, norm, eps, work, threads):
     """Token blocks of x (of its rows `pick` when given) at the start of work; rows of padding are zero.
 
-    x: (T, K) activations. norm: (K,) or empty: rows are normed on the way. Returns the number of token rows, padding
-    included. The rows' 1 / rms lie for a moment where the outputs will.
+    x: (T, K) activations. norm: (K,) or empty: rows are normed on the way. Returns the number of token rows,
+    padding included. The rows' 1 / rms lie for a moment where the outputs will.
     """
     rows = len(pick) if len(pick) else x.shape[0]
     m, total, cols = tokens_per_block(rows), padded(rows), x.shape[1]
@@ -93,44 +105,71 @@ def lay_tokens(x, pick, norm, eps, work, threads):
 
 
 @jit
-def _tile_group(w, tile, count, cols, work, x_at, m, y_at, ld):
-    """One block of m tokens times `count` tiles from `tile` on."""
+def tile_group(w, tile, count, cols, work, x_at, x_step, m, y_at, ld):
+    """One block of m tokens times `count` tiles from `tile` on: 1, or tiles_per_group.
+
+    x_step: f32 from one k of the tokens to the next.
+    """
     at, stride = tile * cols * 16, cols * 16
     if m == 1:
         if count == 4:
-            _1x4(w, at, stride, 16, work, x_at, cols, work, y_at, ld)
+            _1x4(w, at, stride, 16, work, x_at, x_step, cols, work, y_at, ld)
         else:
-            _1x1(w, at, stride, 16, work, x_at, cols, work, y_at, ld)
+            _1x1(w, at, stride, 16, work, x_at, x_step, cols, work, y_at, ld)
     elif m == 4:
         if count == 4:
-            _4x4(w, at, stride, 16, work, x_at, cols, work, y_at, ld)
+            _4x4(w, at, stride, 16, work, x_at, x_step, cols, work, y_at, ld)
         else:
-            _4x1(w, at, stride, 16, work, x_at, cols, work, y_at, ld)
+            _4x1(w, at, stride, 16, work, x_at, x_step, cols, work, y_at, ld)
     elif m == 8:
         if count == 2:
-            _8x2(w, at, stride, 16, work, x_at, cols, work, y_at, ld)
+            _8x2(w, at, stride, 16, work, x_at, x_step, cols, work, y_at, ld)
         else:
-            _8x1(w, at, stride, 16, work, x_at, cols, work, y_at, ld)
+            _8x1(w, at, stride, 16, work, x_at, x_step, cols, work, y_at, ld)
     else:
-        _16x1(w, at, stride, 16, work, x_at, cols, work, y_at, ld)
+        _16x1(w, at, stride, 16, work, x_at, x_step, cols, work, y_at, ld)
+
+
+@jit
+def fp4_group(words, scales, tile, count, cols, work, x_at, x_step, m, y_at, ld):
+    """As tiles.tile_group."""
+    stride = cols // FEATURES * LANES
+    at = tile * stride
+    if m == 1:
+        if count == 4:
+            _fp4_1x4(words, scales, at, stride, work, x_at, x_step, cols, work, y_at, ld)
+        else:
+            _fp4_1x1(words, scales, at, stride, work, x_at, x_step, cols, work, y_at, ld)
+    elif m == 4:
+        if count == 4:
+            _fp4_4x4(words, scales, at, stride, work, x_at, x_step, cols, work, y_at, ld)
+        else:
+            _fp4_4x1(words, scales, at, stride, work, x_at, x_step, cols, work, y_at, ld)
+    elif m == 8:
+        if count == 2:
+            _fp4_8x2(words, scales, at, stride, work, x_at, x_step, cols, work, y_at, ld)
+        else:
+            _fp4_8x1(words, scales, at, stride, work, x_at, x_step, cols, work, y_at, ld)
+    else:
+        _fp4_16x1(words, scales, at, stride, work, x_at, x_step, cols, work, y_at, ld)
 
 
 @jit(parallel=True)
 def matmul(w, rows, work, y_at, ld, threads):
-    """work[y_at + t * ld + n] = sum_k w[n, k] * token t, for the `rows` token rows that lay_tokens put into work.
+    """work[y_at + t * ld + n] = sum_k w[n, k] * token t, for the `rows` token rows that lay_tokens put into
+    work.
 
-    w: packed [N/16][K][16]. ld: f32 from one token's outputs to the next, at least N rounded up to 16. threads: shares of the
-    tiles, an argument because Numba does not cache what asks for it.
+    w: packed [N/16][K][16]. ld: f32 from one token's outputs to the next, at least N rounded up to 16.
+    threads: shares of the tiles, an argument because Numba does not cache what asks for it.
     """
     tiles, cols = w.shape[0], w.shape[1]
     m = tokens_per_block(rows)
-    group = 4 if m <= 4 else 2 if m == 8 else 1
+    group = tiles_per_group(m)
     for thread in numba.prange(threads):
         tile, last = tiles * thread // threads, tiles * (thread + 1) // threads
         while tile < last:
             count = group if tile + group <= last else 1
             for block in range(rows // m):
-                _tile_group(
-                    w, tile, count, cols, work, block * cols * m, m, y_at + block * m * ld + tile * 16, ld
-                )
+                y = y_at + block * m * ld + tile * 16
+                tile_group(w, tile, count, cols, work, block * cols * m, m, m, y, ld)
             tile += count

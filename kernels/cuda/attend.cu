@@ -1,10 +1,12 @@
 /* attend: o = softmax(scale q k^T) v over the keys a row sees, in chunks of 128 keys cut at absolute
- * positions. Grid:   (H, T), 128 threads: a thread a key of the chunk, then a thread a component; shared: K +
- * 128 floats. Moves:  the cached K and V once a query head; bound by the walk over chunks, which nothing
- * splits. Source: models.md 1, playbook 4; the running maximum is Milakov & Gimelshein 2018. Truth: oracle.py
- * attend. A thread reads a key's K elements alone: its neighbours' lines are in L1 by then. Keys that are not
- * seen are not read, so nothing is masked; the bits of a row depend on its own keys only. A head's sink is
- * in the maximum from the start and in the total at the end. */
+ *         positions. A thread reads a key's K elements alone: its neighbours' lines are in L1 by then. Keys
+ *         that are not seen are not read, so nothing is masked; a row's bits depend on its own keys only. A
+ *         head's sink is in the maximum from the start and in the total at the end.
+ * Grid:   (H, T), 128 threads: a thread a key of the chunk, then a thread a component; shared: K + 128
+ *         floats.
+ * Moves:  the cached K and V once a query head; bound by the walk over chunks, which nothing splits.
+ * Source: models.md 1, 4, playbook 4; the running maximum is Milakov & Gimelshein 2018.
+ * Truth:  oracle.py attend. */
 #include "plain.cuh"
 
 constexpr int CHUNK = 128;

@@ -2,7 +2,8 @@
  * Grid:   one block a slot, 32 threads.
  * Moves:  a few hundred bytes; bound by latency, so lanes look at the block's slots side by side.
  * Macros: RECORD_*, the record's fields and reasons, from kernels/record.py.
- * Source: models.md 7.4, engine.md 2. Truth: oracle.py stage, stage_context, accept. */
+ * Source: models.md 7.4, engine.md 2.
+ * Truth:  oracle_control.py stage, stage_context, accept. */
 #include "sm90.cuh"
 
 /* Rows n*width .. of a pass: the anchor, then what fills the block. fill: (slots, B). */

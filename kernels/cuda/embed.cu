@@ -1,7 +1,8 @@
 /* embed: x[t] = scale * table[ids[t]].
  * Grid:   one block a row (T), 128 threads.
  * Moves:  T*D weights and activations; bound by latency.
- * Source: models.md 1. Truth: oracle.py embed. */
+ * Source: models.md 1.
+ * Truth:  oracle.py embed. */
 #include "plain.cuh"
 
 extern "C" __global__ void embed(const int* ids, const WEIGHT* table, float scale, ACTIVATION* x, int V,

@@ -1,7 +1,9 @@
 /* experts_down: x[t] += sum over k of share[t, k] * (W h[t, k] + bias) of its expert, in router order,
- * rounded once; the new row also goes among the taps. Grid:   any number of blocks of 4 warps; a warp walks
- * outputs of tokens, one at a time. Moves:  a weight row for each output; bound by that. Source: models.md
- * 3, 4. Truth: oracle_moe.py experts_down. */
+ *         rounded once; the new row also goes among the taps.
+ * Grid:   any number of blocks of 4 warps; a warp walks outputs of tokens, one at a time.
+ * Moves:  a weight row for each output; bound by that.
+ * Source: models.md 3, 4.
+ * Truth:  oracle_moe.py experts_down. */
 #include "plain_experts.cuh"
 
 /* h: (T, U, F). w: (E, D, F), scales: of MXFP4 blocks. bias: (E, D). bias, tap_row, taps: may be null. taps:

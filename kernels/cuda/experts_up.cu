@@ -2,7 +2,8 @@
  *         rows.
  * Grid:   any number of blocks of 4 warps; a warp walks the outputs of all experts, with all pairs of one.
  * Moves:  the weights of experts that have pairs, once for 8 of them.
- * Source: models.md 3, 4. Truth: oracle_moe.py experts_up. */
+ * Source: models.md 3, 4.
+ * Truth:  oracle_moe.py experts_up. */
 #include "activate.cuh"
 #include "plain_experts.cuh"
 

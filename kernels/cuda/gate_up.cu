@@ -1,7 +1,8 @@
 /* gate_up: h = silu(Wg x) * (Wu x) on normed rows; w holds the gate rows, then the up rows.
  * Grid:   any number of blocks of 4 warps; a warp walks pairs of a gate row and its up row.
  * Moves:  the weights once, the tokens twice a pair (from cache); bound by the latter beyond one group.
- * Source: models.md 1. Truth: oracle.py gate_up. */
+ * Source: models.md 1.
+ * Truth:  oracle.py gate_up. */
 #include "plain.cuh"
 
 /* x: (T, D), normed. w: (2F, D). h: (T, F). */

@@ -1,7 +1,8 @@
 /* head: ids[pick[i]] = the smallest argmax of the first `limit` logits of row i; -1 where one is not finite.
  * Grid:   one block a picked row, 256 threads.
  * Moves:  M*limit floats that linear wrote; bound by L2.
- * Source: playbook 3. Truth: oracle.py head. */
+ * Source: playbook 3.
+ * Truth:  oracle.py head. */
 #include "common.cuh"
 
 /* logits: rows that begin `stride` floats apart. */

@@ -1,11 +1,11 @@
 /* head_fast: ids[pick[r]] = the smallest argmax of (W n(x[pick[r]]))[:limit]; -1 where one is not finite.
  * head_logits_fast: W n(x) itself, of all rows without pick, in f32: the same product, so that ids are its
- * argmax bit for bit, and what sample draws from.
+ *         argmax bit for bit, and what sample draws from.
  * Grid:   skinny.cuh with one slice. The head's logits never reach memory: each block keeps the best of its
  *         tiles, the last block compares the blocks.
  * Moves:  V*D*2 bytes; bound by HBM.
- * Truth:  oracle.py head, head_logits; here x times the norm's scale is rounded to bf16 before the product.
- */
+ * Truth:  oracle.py head, head_logits; here x times the norm's scale is rounded to bf16 before the
+ *         product. */
 #include "skinny.cuh"
 
 struct KeepBest {

@@ -1,7 +1,8 @@
 /* inject, once linear has summed: bias, k norm and rotation; k and v of every drafter layer into its caches.
  * Grid:   blocks of 4 warps, a warp a row and head: T*L*2G of them.
  * Moves:  T*L*2G*K floats in, as many activations out; bound by latency.
- * Source: models.md 7.3. Truth: oracle.py inject. */
+ * Source: models.md 7.3.
+ * Truth:  oracle.py inject. */
 #include "heads.cuh"
 
 /* y: (T, L 2 G K): layer by layer the k heads, then the v heads. k_norm: (L, K) or null. Caches: (L, slots,

@@ -1,10 +1,12 @@
 /* The filtered law of a row of logits as integer masses, and a draw from it: what sample and reject share.
- * oracle.py `masses` has the law.
  * Grid:   1, 2, 4 or 8 blocks a row, a cluster; any multiple of 32 threads. A warp has `part` neighbouring
- * ids. How:    masses are integers, so no order of adding shows, nor the number of threads or blocks. The
- * last id that a filter keeps is found by histograms of 2048 bins: over depth below the best, then over the
- * order of the logits in one bin, then over ids where logits are equal. A block counts its own ids, then adds
- * up its share of the bins of all blocks. No sort. Source: Salmon et al. 2011 (Philox). */
+ *         ids.
+ * How:    masses are integers, so no order of adding shows, nor the number of threads or blocks. The last id
+ *         that a filter keeps is found by histograms of 2048 bins: over depth below the best, then over the
+ *         order of the logits in one bin, then over ids where logits are equal. A block counts its own ids,
+ *         then adds up its share of the bins of all blocks. No sort.
+ * Source: Salmon et al. 2011 (Philox).
+ * Truth:  oracle.py masses. */
 #pragma once
 #include "sm90.cuh"
 

@@ -1,8 +1,8 @@
 /* lay_prefill: rows as prefill_wgmma.cuh wants its tokens, times the norm's weights, rounded to bf16, and
  *         1 / rms of each row, the scale of the sums; or just laid, where norm and scale are null.
- *         laid is [ceil(K/64)][rows, to a multiple of 8][64 k of 2 bytes], zeros past K. Of the 16-byte units
- * of a row of 64 k, unit u lies at u ^ row % 8 (wgmma.cuh). In it every 32 k, as 4 x 4 words of two k, are
- *         transposed: the order in which packed weights meet k (pack.cu, skinny.cuh).
+ *         laid is [ceil(K/64)][rows, to a multiple of 8][64 k of 2 bytes], zeros past K. Of the 16-byte
+ *         units of a row of 64 k, unit u lies at u ^ row % 8 (wgmma.cuh). In it every 32 k, as 4 x 4 words
+ *         of two k, are transposed: the order in which packed weights meet k (pack.cu, skinny.cuh).
  * Grid:   a block a row, 128 threads; K is a multiple of 8.
  * Moves:  4*T*K bytes.
  * Truth:  oracle.py rmsnorm. */

@@ -1,7 +1,8 @@
 /* linear_add: x += a W^T + bias; the new row also goes among the taps.
  * Grid:   any number of blocks of 4 warps; a warp walks weight rows, one at a time.
  * Moves:  the weights once, the tokens once a weight row (from cache); bound by the latter beyond one group.
- * Source: models.md 1. Truth: oracle.py linear_add. */
+ * Source: models.md 1.
+ * Truth:  oracle.py linear_add. */
 #include "plain.cuh"
 
 /* a: (T, F). w: (D, F). bias, tap_row, taps: may be null. taps: rows of C, the copy begins at column tap_at.

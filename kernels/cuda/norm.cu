@@ -1,8 +1,10 @@
 /* normalise: y = norm * x / sqrt(mean(x^2) + eps), row by row, or x itself where norm is null: the prologue
- * of qkv, gate_up and head (activations to f32 workspace) and the end of fuse (f32 workspace to activations).
+ *         of qkv, gate_up and head (activations to f32 workspace) and the end of fuse (f32 workspace to
+ *         activations).
  * Grid:   one block a row, 128 threads; row i reads x[pick[i]] where there is a pick.
  * Moves:  rows*D elements in and out; bound by latency.
- * Source: Zhang & Sennrich 2019, eq. 4. Truth: oracle.py normed. */
+ * Source: Zhang & Sennrich 2019, eq. 4.
+ * Truth:  oracle.py normed. */
 #include "plain.cuh"
 
 #ifndef FROM

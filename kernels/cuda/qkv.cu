@@ -1,7 +1,9 @@
 /* qkv, once linear has summed: bias, head norms and rotation; q goes out, k and v into the caches as key
- * at[t] of the slot. Grid:   blocks of 4 warps, a warp a row and head: T*(H + 2G) of them. Moves:  T*(H +
- * 2G)*K floats in, as many activations out; bound by latency. Source: models.md 1, 2. Truth: oracle.py qkv.
- */
+ *         at[t] of the slot.
+ * Grid:   blocks of 4 warps, a warp a row and head: T*(H + 2G) of them.
+ * Moves:  T*(H + 2G)*K floats in, as many activations out; bound by latency.
+ * Source: models.md 1, 2.
+ * Truth:  oracle.py qkv. */
 #include "heads.cuh"
 
 /* y: (T, (H + 2G) K): the q heads, the k heads, the v heads. Caches: (slots, G, S, K). */

@@ -1,7 +1,8 @@
 /* qkv_prefill: qkv.cu for heads of 64 or 128 (HEAD) that rotate as a whole, and bf16.
  * Grid:   blocks of 4 warps, a warp HEADS neighbouring heads of a row, whose loads are under way together.
  * Moves:  T*(H + 2G)*HEAD floats in, as many bf16 out.
- * Source: models.md 1, 2. Truth: oracle.py qkv. */
+ * Source: models.md 1, 2.
+ * Truth:  oracle.py qkv. */
 #include "neighbours.cuh"
 #include "sm90.cuh"
 

@@ -1,7 +1,8 @@
 /* reject: the token after every row of a verify pass, by rejection sampling of the draft that follows it.
  * Grid:   a cluster of blocks a row (law.cuh).
  * Moves:  as sample, and T*limit masses of the drafter's laws once, where a draft is rejected three times.
- * Source: Leviathan et al. 2023; dflash.md 4.2 rule 1. Truth: oracle.py reject. */
+ * Source: Leviathan et al. 2023; dflash.md 4.2 rule 1.
+ * Truth:  oracle.py reject. */
 #include "law.cuh"
 
 constexpr double WHOLE = 1152921504606846976.;  // 2^60: a law's share as an integer

@@ -2,7 +2,8 @@
  * Grid:   choose_rows: any number of blocks of 4 warps, a warp a row. group: a block of 256 threads for each
  *         expert, and one for what is behind the last group.
  * Moves:  little; bound by latency.
- * Source: models.md 3, 4. Truth: oracle_moe.py route. */
+ * Source: models.md 3, 4.
+ * Truth:  oracle_moe.py route. */
 #include "choose.cuh"
 #include "plain.cuh"
 #include "sm90.cuh"

@@ -1,7 +1,8 @@
 /* sample, propose: ids[pick[i]] = a draw from the filtered law of the first `limit` logits of row i.
  * Grid:   a cluster of blocks a picked row (law.cuh).
  * Moves:  M*limit floats that the head wrote, from L2 once, then 3 times from L1 and 3 to 5 times more a
- * filter that has to search. Truth:  oracle.py sample, propose. */
+ *         filter that has to search.
+ * Truth:  oracle.py sample, propose. */
 #include "law.cuh"
 
 /* logits: rows that begin `stride` floats apart. key: (slots, 4). law: (slots, 3). logprob: (T, 2) or null.

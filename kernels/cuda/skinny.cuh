@@ -1,14 +1,16 @@
 /* The frame of the *_fast kernels: tokens (rows x K) times packed weights (N x K) transposed, for few rows.
  * Grid:   persistent; block b owns K slice b % slices, and of it the row tiles b / slices, + blocks / slices
- * ... WARPS warps stream weights through mma; one more adds up their sums and finishes tiles, so that what a
- * tile's end costs does not hold up the stream. Shared: the slice's tokens, two sets of sums. Moves:  the
- * weights once; tokens once a block, from L2. Layout: packed weights [N/16][K/32][2][lane][8] bf16, sizes
- * rounded up with zeros (pack.cu). In each 32 k, lane l owns k 8(l%4)..+7 and gives 4 of them to each of two
- * mma's, so the B operands of both are one 16-byte read. Tokens lie as [K/32][8 rows][32 k], which is the
- * order in which a warp reads them: no bank conflicts. Only the order of the sum changes, the same for all
- * weights. Bits:   a row's sum runs over a warp's chunks, then warps, then slices, each ascending: never a
- * matter of how many rows there are. Source: kernel-playbook 2, 2a; warps that add through shared memory as
- * in Marlin (Frantar et al. 2024). */
+ *         ... WARPS warps stream weights through mma; one more adds up their sums and finishes tiles, so
+ *         that what a tile's end costs does not hold up the stream. Shared: the slice's tokens, two sets of
+ *         sums.
+ * Moves:  the weights once; tokens once a block, from L2.
+ * Layout: packed weights [N/16][K/32][2][lane][8] bf16, sizes rounded up with zeros (pack.cu). In each 32 k,
+ *         lane l owns k 8(l%4)..+7 and gives 4 of them to each of two mma's, so the B operands of both are
+ *         one 16-byte read. Tokens lie as [K/32][8 rows][32 k], which is the order in which a warp reads
+ *         them: no bank conflicts. Only the order of the sum changes, the same for all weights.
+ * Bits:   a row's sum runs over a warp's chunks, then warps, then slices, each ascending: never a matter of
+ *         how many rows there are.
+ * Source: kernel-playbook 2, 2a; warps that add through shared memory as in Marlin (Frantar et al. 2024). */
 #pragma once
 #include "skinny_finish.cuh"
 

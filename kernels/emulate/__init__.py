@@ -4,13 +4,13 @@ A kernel's source is built unchanged by the host compiler; every CUDA thread is 
 wrong with a kernel, so it is strict where a GPU is lenient:
   shared memory starts as NaN bits (`garbage`), and becomes NaN bits when its block ends;
   cp.async and bulk copies land only at the wait that makes them visible, their target is NaN bits until then;
-  with dependent=True, what the launch before wrote is NaN bits until griddep_wait, and is restored there; so is what
-  those before it wrote, where it let its successor start before its own wait; of arrays named `early` that is what
-  changed, of others the whole;
+  with dependent=True, what the launch before wrote is NaN bits until griddep_wait, and is restored there; so
+  is what those before it wrote, where it let its successor start before its own wait; of arrays named `early`
+  that is what changed, of others the whole;
   a wgmma happens at the wait that covers it, its sums are NaN bits until then;
   barriers reached from two places, meetings of lanes in different operations, and deadlocks are errors that
   name the kernel, block, thread and what each thread waits for;
-  blocks beyond what the device holds at once start when others end, so a grid barrier needs cooperative=True;
+  blocks beyond what the device holds at once start when others end: one that is waited for may never start;
   seed=N shuffles the order of blocks, warps and lanes; seed=None takes them in ascending order.
 Arithmetic is the host's, without contraction; mma_bf16 is one fma a k, ascending: the same bits on every run.
 
@@ -19,10 +19,10 @@ accesses just past a buffer there is ASan: it must be loaded before Python's own
 process, `subprocess.run([sys.executable, ...], env=emulate.sanitizer_environment())`, which sets
 MINIDFLASH_SANITIZE=1 and LD_PRELOAD; then every kernel is built with ASan and UBSan and every NumPy buffer
 has guard zones. A report ends that process.
-With MINIDFLASH_RACES=1 kernels are built with hooks at every access, and two accesses of a byte of shared memory that
-nothing orders are an error that names both places (races.cpp). It takes a clock a thread: for small launches.
-Not emulated: a loop that polls plain memory, ended after EmulatedDevice.patience (use load_acquire, which
-lets other threads run); tcgen05; kernels whose signature a macro writes.
+With MINIDFLASH_RACES=1 kernels are built with hooks at every access, and two accesses of a byte of shared
+memory that nothing orders are an error that names both places (races.cpp). It takes a clock a thread: for
+small launches. Not emulated: a loop that polls plain memory, ended after EmulatedDevice.patience (use
+load_acquire, which lets other threads run); tcgen05; kernels whose signature a macro writes.
 """
 
 import ctypes
@@ -72,7 +72,8 @@ class _Request(ctypes.Structure):  # scheduler.h has the same
 
 
 def _hidden(array, old, early):
-    """[(address, bytes)] of an array that a predecessor wrote: all of it, or what changed where `early` names it."""
+    """[(address, bytes)] of an array that a predecessor wrote: all of it,
+    or what changed where `early` names it."""
     at = array.ctypes.data
     if old is None or not any(np.shares_memory(array, other) for other in early):
         return [(at, array.nbytes)]
@@ -114,12 +115,14 @@ class EmulatedDevice:
         self.sms = sms
         self.shared_limit = 232448
         self.seed = seed
-        # Every byte of shared memory at a block's start: NaN as floats; as integers -1, or large where races are looked for.
+        # Every byte of shared memory at a block's start: NaN as floats;
+        # as integers -1, or large where races are looked for.
         self.garbage = 0x3F if build.finds_races() else 0xFF
         self.patience = 10.0  # seconds of processor time that one thread may run without waiting for another
         self._functions = {}
         self._launches = 0
-        self._written = []  # (array, its copy of before) that an earlier launch wrote and no wait has covered yet
+        # (array, its copy of before) that an earlier launch wrote and no wait has covered yet
+        self._written = []
         self._runtime = build.runtime()
 
     def function(self, file, name, defines=None):
@@ -132,26 +135,20 @@ class EmulatedDevice:
         key = (str(file), name, tuple(sorted(defines.items())))
         if key not in self._functions:
             path = source.find(file)
-            parameters = source.parameters(path.read_text(encoding="utf-8"), name, defines)
+            parameters = source.parameters(path.read_text(encoding="utf-8"), name)
             library, built = build.kernels(path, defines)
             self._functions[key] = EmulatedFunction(name, parameters, library, built)
         return self._functions[key]
 
-    def launch(
-        self, function, grid, block, shared, args, cluster=1, cooperative=False, dependent=False, early=(),
-        stream=None,
-    ):  # fmt: skip
+    def launch(self, function, grid, block, shared, args, cluster=1, dependent=False, early=()):
         """Run a kernel to its end.
 
-        grid, block, cluster: ints or tuples; the grid counts blocks. shared: dynamic bytes a block.
-        args: arrays for pointers, numbers for scalars. dependent, early: as launch.py. stream: ignored, there is one.
+        args: arrays for pointers, numbers for scalars. The others: as launch.py.
         Errors: UserError for limits of the device, TypeError for arguments, EmulationError for the kernel.
         """
-        grid, block, cluster = (
-            source.extent(value, what)
-            for value, what in ((grid, "grid"), (block, "block"), (cluster, "cluster"))
-        )
-        resident = self._resident(function, grid, block, shared, cluster, cooperative)
+        if block > 1024:
+            raise UserError(f"kernel {function.name}: {block} threads a block, the limit is 1024")
+        source.check_shared(function.name, function.shared, shared, self.shared_limit)
         written = []
 
         def address(parameter, array):
@@ -173,11 +170,11 @@ class EmulatedDevice:
             entry=function.entry,
             arguments=pointers,
             name=function.name.encode(),
-            grid=grid,
-            block=block,
-            cluster=cluster,
+            grid=source.grid_of(function.name, grid, cluster),
+            block=(block, 1, 1),
+            cluster=(cluster, 1, 1),
             shared_bytes=(function.dynamic_begin if shared else function.shared) + shared,
-            resident=resident,
+            resident=self.holds(function, block, shared),
             seed=-1 if self.seed is None else self.seed + self._launches,
             patience=self.patience,
             poisoned=spans,
@@ -187,8 +184,8 @@ class EmulatedDevice:
         self._launches += 1
         with _lock:
             failed = self._runtime.emulate_launch(ctypes.byref(request))
-        # What came before a kernel that never waits, or that lets the next one start before its own wait, is not
-        # covered by it: the next must not read that either.
+        # What came before a kernel that never waits, or that lets the next one start before its own wait, is
+        # not covered by it: the next must not read that either.
         is_open = not request.has_waited or request.has_let_start
         self._written = (before if is_open else []) + list(zip(written, old, strict=True))
         if failed:
@@ -201,26 +198,6 @@ class EmulatedDevice:
         return (
             max(1, min(32, _THREADS_PER_SM // (-(-threads // 32) * 32), room)) * self.sms // cluster * cluster
         )
-
-    def _resident(self, function, grid, block, shared, cluster, cooperative):
-        """How many blocks run at once; refuses what a GPU refuses."""
-        threads, blocks, size = (x * y * z for x, y, z in (block, grid, cluster))
-        if threads > 1024:
-            raise UserError(f"kernel {function.name}: {threads} threads a block, the limit is 1024")
-        if size > 8 or any(g % c for g, c in zip(grid, cluster, strict=True)):
-            raise UserError(
-                f"kernel {function.name}: cluster {cluster} is over 8 or does not divide grid {grid}"
-            )
-        source.check_shared(function.name, function.shared, shared, self.shared_limit)
-        resident = self.holds(function, threads, shared)
-        if cooperative and blocks > resident:
-            raise UserError(
-                f"kernel {function.name}: {blocks} blocks that wait for each other, "
-                f"the device holds {resident} at once",
-                hint="launch fewer blocks",
-                code=3,
-            )
-        return resident
 
     def synchronize(self):
         """All that was launched has ended: a dependent launch need not wait for it."""

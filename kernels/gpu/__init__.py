@@ -1,6 +1,8 @@
-"""The backends over .cu kernels: `emulate` on NumPy arrays here, `cuda` on CuPy arrays in cuda.py. One class over both devices.
+"""The backends over .cu kernels: `emulate` on NumPy arrays here, `cuda` on CuPy arrays in cuda.py.
+One class over both devices.
 
-A row asks the fast variants first (fast.py) and is launched by plain.py otherwise; `variants` says which ran last.
+A row asks the fast variants first (fast.py) and is launched by plain.py otherwise;
+`variants` says which ran last.
 """
 
 import os
@@ -23,8 +25,8 @@ from .attend_fast import LEAF
 class GpuBackend:
     """Rows of the table as launches on a device of launch.py or emulate.
 
-    activations: "f32" or "bf16". device: CudaDevice or EmulatedDevice. A subclass has `array`, `upload`, `download`,
-    `empty`, `load` and `compile`.
+    activations: "f32" or "bf16". device: CudaDevice or EmulatedDevice. A subclass has `array`, `upload`,
+    `download`, `empty`, `load` and `compile`.
     """
 
     counters = COUNTERS
@@ -64,7 +66,8 @@ class GpuBackend:
     def weight(self, parts, role="", experts=0):
         """`Weight` from checkpoint tensors stacked along rows: packed where fast kernels read it, else plain.
 
-        role: of weight.ROLES, or "" for a plain one. experts: how many the rows belong to, expert by expert; 0: a matrix.
+        role: of weight.ROLES, or "" for a plain one. experts: how many the rows belong to, expert by expert;
+        0: a matrix.
         Errors: UserError when memory runs out.
         """
         kind, is_packed = stored_type(parts), self.activations == "bf16"
@@ -111,7 +114,8 @@ def blocks_and_scales(data, rows, cols):
 
 
 def host_arrays(parts, dtype):
-    """Contiguous host arrays that lie one behind the other in `stored_shape`: of MXFP4 all blocks, then all scales."""
+    """Contiguous host arrays that lie one behind the other in `stored_shape`:
+    of MXFP4 all blocks, then all scales."""
     if dtype is not np.uint8:
         return [as_stored(part, dtype) for part in parts]
     arrays = [part.array for part in parts] + [part.scales for part in parts]
@@ -119,7 +123,8 @@ def host_arrays(parts, dtype):
 
 
 def as_stored(part, dtype):
-    """A checkpoint tensor as a contiguous (rows, cols) host array of u16 (bf16 bits) or f32; a view where it can be."""
+    """A checkpoint tensor as a contiguous (rows, cols) host array of u16 (bf16 bits) or f32;
+    a view where it can be."""
     array = widen(part)
     if array.dtype != dtype:
         array = (array.astype(np.uint32) << 16).view(np.float32)

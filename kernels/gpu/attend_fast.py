@@ -1,7 +1,8 @@
 """attend on tensor cores (kernels/cuda/attend_fast.cu): bf16, heads of 64 and 128; other shapes stay plain.
 
-How rows are grouped and how many share a launch change no bit of any row. What does: the units that a row's keys are
-cut into at most (a matter of the card and of G alone), and whether wgmma makes the products (of the arch).
+How rows are grouped and how many share a launch change no bit of any row. What does: the units that a row's
+keys are cut into at most (a matter of the card and of G alone), and whether wgmma makes the products (of the
+arch).
 """
 
 import math
@@ -22,8 +23,8 @@ def piece_size(size):
 
 
 class Shape:
-    """How one call is cut. rows: T. keys: that any row sees. Tuning: splits: units of a row at most; wgmma: products of
-    four warps together, where the arch has them.
+    """How one call is cut. rows: T. keys: that any row sees. Tuning: splits: units of a row at most;
+    wgmma: products of four warps together, where the arch has them.
     """
 
     def __init__(self, rows, heads, groups, size, slots, sms, is_windowed=False, has_sinks=False, group=None,
@@ -72,7 +73,8 @@ def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, 
     if waits and shape.splits:
         function = backend.device.function("attend_fast.cu", "attend_fast", shape.defines)
         held = backend.device.holds(function, THREADS, shape.shared)
-    # qkv, which writes the newest keys, lets its successor start late (fast.py): what came before it is there.
+    # qkv, which writes the newest keys, lets its successor start late (fast.py):
+    # what came before it is there.
     early = (cache_k, cache_v) if early and shape.splits and count >= rows else ()
     for first in range(0, rows, count):
         here = slice(first, min(first + count, rows))
@@ -91,5 +93,6 @@ def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, 
 
 
 def attend_prompt(backend, *args):
-    """The same for the many rows of a prompt: they fill the card, so their keys stay uncut and nothing is merged."""
+    """The same for the many rows of a prompt: they fill the card, so their keys stay uncut and nothing is
+    merged."""
     return attend(backend, *args, splits=0)

@@ -1,4 +1,5 @@
-"""The cuda backend: CuPy arrays on one stream, weights through pinned memory, a round captured once as a graph."""
+"""The cuda backend: CuPy arrays on one stream, weights through pinned memory,
+a round captured once as a graph."""
 
 import weakref
 from collections import deque
@@ -10,8 +11,7 @@ from ..host import Replay
 from ..launch import CudaDevice
 from ..ops import DTYPES, storage
 from . import GpuBackend, as_stored, host_arrays, stored_shape, stored_type
-from .pump import prepare
-from .staging import HostArray, Staging
+from .staging import HostArray, Staging, prepare
 
 AHEAD = 512 << 20  # bytes of weights that are read before they are asked for, at least one weight
 
@@ -60,14 +60,16 @@ class _Failures:
 class CudaBackend(GpuBackend):
     """The CUDA kernels on a GPU.
 
-    device: which GPU. graph: replay recorded calls as a CUDA graph, or launch them one by one. dependent: a kernel may
-    start while the one before it ends, and loads weights meanwhile (H100, 6144 x 4096 at 16 rows: 21.4 -> 19.6 us).
+    device: which GPU. graph: replay recorded calls as a CUDA graph, or launch them one by one. dependent: a
+    kernel may start while the one before it ends, and loads weights meanwhile (H100, 6144 x 4096 at 16 rows:
+    21.4 -> 19.6 us).
     Errors: UserError, code 3, for a missing package, driver or card.
     """
 
     name = "cuda"
-    # A prompt's launches are not in a graph: at 256 tokens a pass the host's 65 us a launch were all the time of 2,048
-    # (H100, Qwen3-8B: 3,168 launches, 220 ms). At 2,048 every product has whole waves of its largest tile.
+    # A prompt's launches are not in a graph: at 256 tokens a pass the host's 65 us a launch were all the time
+    # of 2,048 (H100, Qwen3-8B: 3,168 launches, 220 ms). At 2,048 every product has whole waves of its largest
+    # tile.
     prefill_chunk = 2048
     lost_by_fork = "CUDA"
     rounds_ahead = 1  # the host reads a round's record while the next one runs
@@ -93,7 +95,8 @@ class CudaBackend(GpuBackend):
         with self._failures:
             super().launch(*args, **how)
 
-    # Memory. CuPy's pool belongs to the stream, so what is freed is used again in the stream's order, without a wait.
+    # Memory. CuPy's pool belongs to the stream, so what is freed is used again in the stream's order,
+    # without a wait.
 
     def empty(self, shape, dtype):
         """A device array whose contents do not matter yet."""
@@ -119,7 +122,8 @@ class CudaBackend(GpuBackend):
         return fetch()
 
     def _fetch(self, buffer):
-        """Ask for a copy in pinned memory; returns a function that gives it, once the stream has come so far."""
+        """Ask for a copy in pinned memory; returns a function that gives it,
+        once the stream has come so far."""
         with self._failures, self._place, self._stream:
             pinned = self._cupy.cuda.alloc_pinned_memory(max(buffer.nbytes, 1))  # from a pool
             whole = self._cupy.ascontiguousarray(buffer)
@@ -127,7 +131,8 @@ class CudaBackend(GpuBackend):
         return lambda: np.frombuffer(pinned, buffer.dtype, buffer.size).reshape(buffer.shape).copy()
 
     def start(self, program, *buffers):
-        """Launch a program; returns a function that waits and gives (its seconds on the GPU, host copies...)."""
+        """Launch a program; returns a function that waits and gives (its seconds on the GPU,
+        host copies...)."""
         with self._failures, self._place:
             begin, end = self._cupy.cuda.Event(), self._cupy.cuda.Event()
             begin.record(self._stream)
@@ -150,7 +155,8 @@ class CudaBackend(GpuBackend):
             return self._cupy.cuda.runtime.memGetInfo()[0] + self._cupy.get_default_memory_pool().free_bytes()
 
     def read_ahead(self, weights):
-        """Announce the parts of the next calls of `weight`, in order: they are read while those before them are packed.
+        """Announce the parts of the next calls of `weight`, in order:
+        they are read while those before them are packed.
 
         weights: the lists of checkpoint tensors that `weight` will get.
         """
@@ -209,7 +215,8 @@ class CudaBackend(GpuBackend):
 
 
 class Graph:
-    """Launches captured once; `launch` replays them with one driver call. program: what to capture, kept for its buffers."""
+    """Launches captured once; `launch` replays them with one driver call.
+    program: what to capture, kept for its buffers."""
 
     def __init__(self, backend, program):
         self._device, self._failures, self._program = backend.device, backend._failures, program
@@ -221,7 +228,8 @@ class Graph:
         weakref.finalize(self, driver.cuGraphExecDestroy, self._executable)
 
     def _capture(self, program):
-        """The driver's graph of the program's launches, on a stream of its own: no other engine's get into it."""
+        """The driver's graph of the program's launches, on a stream of its own:
+        no other engine's get into it."""
         device, driver, before = self._device, self._device.driver, self._device.driver_stream
         own = device.new_stream()
         device.use(own)

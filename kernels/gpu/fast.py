@@ -1,25 +1,28 @@
-"""Fast variants of the rows: bf16 activations, bf16 weights packed in fragment order. The hook of the plain backend.
+"""Fast variants of the rows: bf16 activations, bf16 weights packed in fragment order.
+The hook of the plain backend.
 
 What a fast file offers is entered here; the backend (kernels/gpu/__init__.py) asks in this order:
 
-* `pack(backend, parts, role)` when a weight is made. `pack` returns
-  Weight(layout="packed") or None: then the weight stays plain, (rows, cols). It is only asked when activations are
-  bf16 and all parts are BF16. Inside, `backend.raw(parts)` is a device array u16 (rows, cols) with the parts stacked,
-  in a temporary that the next `raw` may reuse: the stream's order is enough, nothing waits. The packed array comes
-  from `backend.empty(shape, np.uint16)`; its first axis counts groups of 16 rows, so that Weight.slice works.
-* `FAST[row](backend, *args)` when a row is called, args in table order. It launches through `backend.launch` and
-  returns True, or returns None before any launch to decline; the plain variant then runs. It must decline weights
-  whose layout is plain. What it decides may depend on shapes, never on T alone: row r has the same bits for every T.
-* `work_size(backend, rows, cols, outputs)`: f32 that fast variants need in `work` behind the counters, for a product
-  of `rows` token rows with `cols` inputs and `outputs` outputs.
+* `pack(backend, parts, role, experts)` when a weight is made. `pack` returns Weight(layout="packed") or
+  None: then the weight stays plain, (rows, cols). It is only asked when activations are bf16 and all
+  parts are BF16 or all MXFP4. Inside, `backend.raw(parts)` is a device array u16 (rows, cols) with the
+  parts stacked, in a temporary that the next `raw` may reuse: the stream's order is enough, nothing
+  waits. The packed array comes from `backend.empty(shape, np.uint16)`; its first axis counts groups of 16
+  rows, so that Weight.slice works.
+* `FAST[row](backend, *args)` when a row is called, args in table order. It launches through
+  `backend.launch` and returns True, or returns None before any launch to decline; the plain variant then
+  runs. It must decline weights whose layout is plain. What it decides may depend on shapes, never on T
+  alone: row r has the same bits for every T.
+* `work_size(backend, rows, cols, outputs)`: f32 that fast variants need in `work` behind the counters,
+  for a product of `rows` token rows with `cols` inputs and `outputs` outputs.
 
-`work` begins with COUNTERS f32 slots that are u32 counters: zero when allocated, left at zero by every kernel. What
-follows holds anything. backend.variants[row] says which variant ran last, "fast" or "plain".
+`work` begins with COUNTERS f32 slots that are u32 counters: zero when allocated, left at zero by every
+kernel. What follows holds anything. backend.variants[row] says which variant ran last, "fast" or "plain".
 
-backend.launch(file, kernel, grid, block, shared, args, defines=None, cluster=1, cooperative=False, dependent=False)
-takes arrays for pointers (a slice of an array is a shifted pointer) and numbers for scalars. While a graph is being
-prepared it only compiles and loads, so a row function must not depend on what kernels computed. backend.sms is the
-number of multiprocessors.
+backend.launch(file, kernel, grid, block, shared, args, defines=None, cluster=1, dependent=False)
+takes arrays for pointers (a slice of an array is a shifted pointer) and numbers for scalars. While a graph is
+being prepared it only compiles and loads, so a row function must not depend on what kernels computed.
+backend.sms is the number of multiprocessors.
 """
 
 from dataclasses import replace
@@ -27,7 +30,7 @@ from dataclasses import replace
 import numpy as np
 
 from ..weight import MATRIX, PAIRS, TABLE, TILE, Weight
-from . import COUNTERS, attend_fast, plain, split
+from . import COUNTERS, attend_fast, experts, plain, split
 
 PAIRED = "packed pairs"  # a tile holds 8 gate rows and the 8 up rows that go with them
 
@@ -38,9 +41,12 @@ def run(backend, row, args):
     return function is not None and bool(function(backend, *args))
 
 
-def pack(backend, parts, role, experts=0):
-    """`Weight` in fragment order from checkpoint tensors stacked along rows, or None: keep it plain."""
-    if role not in (MATRIX, PAIRS, TABLE):
+def pack(backend, parts, role, count=0):
+    """`Weight` in fragment order from checkpoint tensors stacked along rows, of `count` experts, or None: it
+    stays plain."""
+    if count:
+        return experts.pack(backend, parts, role, count)
+    if role not in (MATRIX, PAIRS, TABLE) or any(part.dtype != "BF16" for part in parts):
         return None
     raw = backend.raw(parts)
     rows, cols = raw.shape
@@ -50,7 +56,7 @@ def pack(backend, parts, role, experts=0):
     half = rows // 2 if is_paired else min(rows, TILE // 2)
     sizes = [half, half, TILE // 2] if is_paired else [rows, rows - half, TILE]
     grid = -(-tiles * chunks * 32 // 256)
-    backend.launch("pack.cu", "pack", grid, 256, 0, [raw, raw[half:], data, *sizes, tiles, cols])
+    backend.launch("pack.cu", "pack", grid, 256, 0, [raw, raw[half:], data, *sizes, tiles, cols, 0])
     return Weight((rows, cols), "bf16", PAIRED if is_paired else "packed", (data,))
 
 
@@ -61,7 +67,7 @@ def tiles_of(rows, is_paired=False):
 
 def work_size(backend, rows, cols, outputs):
     """f32 elements of workspace, counters not counted. outputs 0: no product, attention alone."""
-    pieces = attend_fast.work_size(backend)
+    pieces = max(attend_fast.work_size(backend), experts.work_size(rows, outputs))
     if not outputs:
         return pieces
     cut = split.choose(outputs, cols, backend.sms)
@@ -87,7 +93,8 @@ def launch(
 ):
     """One launch for each pass of rows. args: function of (slice of the rows, their number) -> the kernel's.
 
-    is_normed: the kernel norms its token rows. together: blocks wait for each other, so the card must hold all of them.
+    is_normed: the kernel norms its token rows. together: blocks wait for each other,
+    so the card must hold all of them.
     defines: of the kernel's own, besides its cut's.
     """
     for here, count in cut.passes(cols, rows, is_normed):
@@ -122,20 +129,20 @@ def embed(backend, ids, table, scale, x):
     return True
 
 
-def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot, pos, at, cache_k, cache_v, work,
-        q):  # fmt: skip
+def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot, pos, at, cache_k,
+        cache_v, work, q):  # fmt: skip
     cols, (_, heads, size), (_, groups, cached, _) = wq.cols, q.shape, cache_k.shape
     if (wq.layout, wkv.layout) != ("packed", "packed") or not has_room(heads + 2 * groups, size):
         return None
-    # Its successor may start once all blocks of this kernel have seen their predecessor end: attend asks for older
-    # keys before its own wait, and those must be whole.
+    # Its successor may start once all blocks of this kernel have seen their predecessor end: attend asks for
+    # older keys before its own wait, and those must be whole.
     cut = replace(split.choose(wq.rows + wkv.rows, cols, backend.sms), early=False)
 
     def args(here, count):
         return [
-            wq.data, wkv.data, x[here], norm, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot[here], pos[here],
-            at[here], cache_k, cache_v, q[here], work, work[COUNTERS:], eps, count, cols, cut.slices, heads, groups, size,
-            cos.shape[1], cached,
+            wq.data, wkv.data, x[here], norm, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot[here],
+            pos[here], at[here], cache_k, cache_v, q[here], work, work[COUNTERS:], eps, count, cols,
+            cut.slices, heads, groups, size, cos.shape[1], cached,
         ]  # fmt: skip
 
     tiles = tiles_of(wq.rows) + tiles_of(wkv.rows)
@@ -151,6 +158,17 @@ def has_room(heads, size):
     return heads <= 512 and size <= 128
 
 
+def linear(backend, a, w, bias, work, y):
+    if w.layout != "packed":
+        return None
+    cut, tiles = split.choose(w.rows, w.cols, backend.sms), tiles_of(w.rows)
+
+    def args(here, count):
+        return [w.data, a[here], bias, y[here], work, work[COUNTERS:], count, w.rows, w.cols, cut.slices]
+
+    return launch(backend, "linear_fast.cu", "linear_fast", tiles, cut, w.cols, len(a), args)
+
+
 def linear_add(backend, a, w, bias, tap_row, tap_at, x, taps, work):
     if w.layout != "packed":
         return None
@@ -160,8 +178,8 @@ def linear_add(backend, a, w, bias, tap_row, tap_at, x, taps, work):
 
     def args(here, count):
         return [
-            w.data, a[here], bias, rows_of(tap_row, here), x[here], taps, work, work[COUNTERS:], count, w.rows,
-            w.cols, cut.slices, tap_at, tap_cols,
+            w.data, a[here], bias, rows_of(tap_row, here), x[here], taps, work, work[COUNTERS:], count,
+            w.rows, w.cols, cut.slices, tap_at, tap_cols,
         ]  # fmt: skip
 
     return launch(backend, "linear_add_fast.cu", "linear_add_fast", tiles, cut, w.cols, len(a), args)
@@ -274,8 +292,9 @@ def inject(backend, f, wkv, kv_bias, k_norm, eps, cos, sin, slot, pos, at, cache
 
     def args(here, count):
         return [
-            wkv.data, f[here], kv_bias, k_norm, cos, sin, slot[here], pos[here], at[here], cache_k, cache_v, work,
-            work[COUNTERS:], eps, count, wkv.cols, cut.slices, layers, slots, groups, size, cos.shape[1], cached,
+            wkv.data, f[here], kv_bias, k_norm, cos, sin, slot[here], pos[here], at[here], cache_k, cache_v,
+            work, work[COUNTERS:], eps, count, wkv.cols, cut.slices, layers, slots, groups, size,
+            cos.shape[1], cached,
         ]  # fmt: skip
 
     return launch(backend, "inject_fast.cu", "inject_fast", tiles, cut, wkv.cols, len(f), args, together=True)
@@ -288,6 +307,7 @@ FAST = {
         embed,
         qkv,
         attend_fast.attend,
+        linear,
         linear_add,
         gate_up,
         head,
@@ -297,5 +317,8 @@ FAST = {
         head_logits,
         fuse,
         inject,
+        experts.route,
+        experts.experts_up,
+        experts.experts_down,
     )
 }

@@ -1,7 +1,8 @@
-"""The plain variant of every row: any activation type, weight and layout, any shape. A function a row, arguments in table order.
+"""The plain variant of every row: any activation type, weight and layout, any shape.
+A function a row, arguments in table order.
 
-A row is one to four launches: a norm into the workspace, the matrix product, what finishes it. Behind the counters
-the workspace holds the normed rows, then the products, both f32 and row by row.
+A row is one to four launches: a norm into the workspace, the matrix product, what finishes it. Behind the
+counters the workspace holds the normed rows, then the products, both f32 and row by row.
 """
 
 from . import COUNTERS
@@ -34,18 +35,22 @@ def _blocks(backend, warps):
 
 
 def _norm(backend, x, pick, norm, eps, out, rows, source, target):
-    """out: `rows` normed rows of x (of x[pick]); norm None: as they are. source, target: types of x and out."""
+    """out: `rows` normed rows of x (of x[pick]); norm None: as they are. source,
+    target: types of x and out."""
     defines = _types(backend, FROM=source, TO=target)
     args = [x, pick, norm, eps, out, out.size // rows]
     backend.launch("norm.cu", "normalise", rows, THREADS, 0, args, defines)
 
 
-def _linear(backend, w, x, kind, out, stride):
-    """out[t, :rows] = w x[t]. kind: type of x, "f32" in the workspace. stride: f32 between rows of out."""
+def _linear(backend, w, x, kind, out, stride, bias=None, target="f32"):
+    """out[t, :rows] = w x[t] + bias. stride: of out's rows.
+
+    kind, target: types of x, "f32" in the workspace, and of out.
+    """
     rows, cols = w.shape
     tokens = x.size // cols
-    defines = _types(backend, w, TOKEN=kind)
-    args = [w.data, x, out, tokens, rows, cols, stride]
+    defines = _types(backend, w, TOKEN=kind, OUT=target)
+    args = [w.data, x, bias, out, tokens, rows, cols, stride]
     backend.launch("linear.cu", "linear", _blocks(backend, rows), THREADS, 0, args, defines)
 
 
@@ -63,8 +68,8 @@ def embed(backend, ids, table, scale, x):
     backend.launch("embed.cu", "embed", rows, THREADS, 0, args, _types(backend, table))
 
 
-def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot, pos, at, cache_k, cache_v, work,
-        q):  # fmt: skip
+def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot, pos, at, cache_k,
+        cache_v, work, q):  # fmt: skip
     (rows, heads, size), (_, groups, room, _), wide = q.shape, cache_k.shape, wq.rows + wkv.rows
     laid, y = _laid(backend, x, None, norm, eps, work)
     _linear(backend, wq, laid, "f32", y, wide)
@@ -81,6 +86,10 @@ def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, 
         raise NotImplementedError(f"attend: heads of {size}, the kernel holds 512")
     args = [q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, sinks, o, groups, room, size]
     backend.launch("attend.cu", "attend", (heads, rows), 128, 4 * (size + 128), args, _types(backend))
+
+
+def linear(backend, a, w, bias, work, y):
+    _linear(backend, w, a, backend.activations, y, w.rows, bias, backend.activations)
 
 
 def linear_add(backend, a, w, bias, tap_row, tap_at, x, taps, work):

@@ -1,9 +1,11 @@
-"""pump: file -> pinned buffers -> GPU, piece by piece, without the interpreter: what a thread of staging.py does for long.
+"""pump: file -> pinned buffers -> GPU, piece by piece, without the interpreter:
+what a thread of staging.py does for long.
 
-In Python each piece takes the interpreter's lock five times, which twelve threads and the engine want too: 37.5 GB/s where
-this loop gives 46.7 (H100, the rest as in staging.py). It is in LLVM's language, for the LLVM that Numba is built on: Numba
-itself takes 0.2 s and more to import. llvmlite takes 20 to 100 ms, 0.32 s the first time on a fresh machine, and the
-compilation 10 to 20 ms; `prepare` has both done while the engine waits for the driver.
+In Python each piece takes the interpreter's lock five times, which twelve threads and the engine want too:
+37.5 GB/s where this loop gives 46.7 (H100, the rest as in staging.py). It is in LLVM's language, for the LLVM
+that Numba is built on: Numba itself takes 0.2 s and more to import. llvmlite takes 20 to 100 ms, 0.32 s the
+first time on a fresh machine, and the compilation 10 to 20 ms; `prepare` has both done while the engine waits
+for the driver.
 """
 
 import ctypes
@@ -11,8 +13,8 @@ from functools import cache
 from threading import Lock, Thread
 
 CODE = 7  # where a state holds the code of the driver's last call
-# state, i64 each: pread, cuEventSynchronize, cuMemcpyHtoDAsync, cuEventRecord (addresses); stream; bytes of a buffer;
-# buffers; code; then address and event of each buffer.
+# state, i64 each: pread, cuEventSynchronize, cuMemcpyHtoDAsync, cuEventRecord (addresses); stream; bytes of a
+# buffer; buffers; code; then address and event of each buffer.
 _SOURCE = """
 define i64 @pump(i32 %file, i64 %first, i64 %count, i64 %address, i64 %turn, ptr %state) {
 entry:
@@ -88,11 +90,13 @@ def prepare():
 
 
 def pump():
-    """The loop, compiled once: pump(file, first, count, address, turn, state) -> bytes whose copies are in the stream.
+    """The loop, compiled once: pump(file, first, count, address, turn, state)
+    -> bytes whose copies are in the stream.
 
-    file: descriptor. first: byte of the file. count: bytes, any. address: of the first one on the device. turn: of which
-    piece this thread is at, so that its buffers take turns. state: of `state_of`. Fewer bytes than count: state[CODE]
-    says why, or it is 0 and a read fell short or failed. Needs the device's context. Errors: none.
+    file: descriptor. first: byte of the file. count: bytes, any. address: of the first one on the device.
+    turn: of which piece this thread is at, so that its buffers take turns. state: of `state_of`. Fewer bytes
+    than count: state[CODE] says why, or it is 0 and a read fell short or failed. Needs the device's context.
+    Errors: none.
     """
     with _LOCK:
         return _compiled()
@@ -115,7 +119,8 @@ def _compiled():
 
 
 def state_of(device, stream, piece, buffers):
-    """The state of a thread. buffers: (address, event) pairs of `piece` bytes each. Errors: RuntimeError of one line."""
+    """The state of a thread. buffers: (address, event) pairs of `piece` bytes each.
+    Errors: RuntimeError of one line."""
     calls = [ctypes.cast(ctypes.CDLL(None).pread, ctypes.c_void_p).value]
     for name in ("cuEventSynchronize", "cuMemcpyHtoDAsync", "cuEventRecord"):
         address = device.do(device.driver.cuGetProcAddress(name.encode(), 12000, 0))

@@ -1,7 +1,8 @@
-"""How a skinny matrix product is cut over a GPU: a function of (N, K, multiprocessors) alone, never of the rows.
+"""How a skinny matrix product is cut over a GPU: a function of (N, K, multiprocessors) alone,
+never of the rows.
 
-The cut fixes in which order a row's sum is taken (kernels/cuda/skinny.cuh), so it must not change with the number of
-token rows: plain and verify rounds would rank near-ties differently.
+The cut fixes in which order a row's sum is taken (kernels/cuda/skinny.cuh), so it must not change with the
+number of token rows: plain and verify rounds would rank near-ties differently.
 """
 
 import csv
@@ -22,9 +23,10 @@ MOST_SLICED_TILES = 4000  # one counter a tile when there is more than one slice
 class Split:
     """slices of K; blocks a multiprocessor; streaming warps a block; chunks a step and steps ahead of a warp.
 
-    finishers: warps that end tiles. cluster: the slices of a tile are one cluster and meet in shared memory. early: the
-    next kernel's blocks may take their place at once, beside these. asked: chunks of a warp that are asked for in L2
-    before the kernel ahead has ended, behind those on their way to registers. The last four do not show in the bits.
+    finishers: warps that end tiles. cluster: the slices of a tile are one cluster and meet in shared memory.
+    early: the next kernel's blocks may take their place at once, beside these. asked: chunks of a warp that
+    are asked for in L2 before the kernel ahead has ended, behind those on their way to registers.
+    The last four do not show in the bits.
     """
 
     slices: int
@@ -38,7 +40,8 @@ class Split:
     asked: int = 4
 
     def groups(self, sms):
-        """Tiles that the card has under way at once. Clusters of more than 2 reach 120 of an H100's 132 multiprocessors."""
+        """Tiles that the card has under way at once. Clusters of more than 2 reach 120 of an H100's 132
+        multiprocessors."""
         if self.cluster and self.slices > 2:
             return max(1, self.blocks * (sms - sms // 11) // self.slices)
         return self.blocks * sms // self.slices
@@ -57,11 +60,13 @@ class Split:
 
     @property
     def resident(self):
-        """Blocks a multiprocessor that registers are kept for: the next kernel's too, where that leaves enough."""
+        """Blocks a multiprocessor that registers are kept for: the next kernel's too,
+        where that leaves enough."""
         return self.blocks * (2 if self.early and 2 * self.blocks * self.threads <= 24 * 32 else 1)
 
     def shared(self, cols, token_tiles, is_normed=False):
-        """Dynamic shared bytes: two sets of the warps' sums, the cluster's, the token rows, a norm's scales and squares."""
+        """Dynamic shared bytes: two sets of the warps' sums, the cluster's, the token rows,
+        a norm's scales and squares."""
         chunks = -(-cols // CHUNK)
         deepest = -(-chunks // self.slices)
         sums = 2 * self.warps + (self.finishers * self.slices if self.cluster else 0)
@@ -99,8 +104,8 @@ def read(text):
     return found
 
 
-# cuts.csv, a line a cut: the best of bench/gemm.py at 16 rows with dependent launch, or of bench/variants.py in whole
-# passes; on which card, at which commit, and where its numbers are written down.
+# cuts.csv, a line a cut: the best of bench/gemm.py at 16 rows with dependent launch, or of bench/variants.py
+# in whole passes; on which card, at which commit, and where its numbers are written down.
 MEASURED = read((resources.files(__package__) / "cuts.csv").read_text(encoding="utf-8"))
 
 
@@ -108,8 +113,8 @@ MEASURED = read((resources.files(__package__) / "cuts.csv").read_text(encoding="
 def choose(outputs, cols, sms, whole=False):
     """The Split of a product with `outputs` x `cols` weights.
 
-    whole: K may not be cut (the head: logits are compared where they are made). Errors: ValueError when K is too
-    long for shared memory at 8 rows.
+    whole: K may not be cut (the head: logits are compared where they are made). Errors: ValueError when K is
+    too long for shared memory at 8 rows.
     """
     measured = MEASURED.get((outputs, cols, sms))
     if measured and (measured.slices == 1 or not whole):

@@ -38,14 +38,17 @@ def make_parser():
 
 def _generate(parser):
     parser.add_argument("prompt", metavar="PROMPT", nargs="?",
-                        help="the text; - is stdin, @FILE a file; default stdin when that is no terminal")  # fmt: skip
+                        help="the text; - is stdin, @FILE a file; "
+                             "default stdin when that is no terminal")  # fmt: skip
     what = add_pair(parser)
     what.add_argument("--tokens", metavar="IDS", help='a prompt of ids, "5 9 9", taken as they are')
     what.add_argument("--system", metavar="S", help="system text before the prompt")
-    what.add_argument("--raw", action="store_true", help="no chat template: continue the prompt as it is; text of "
+    what.add_argument("--raw", action="store_true",
+                      help="no chat template: continue the prompt as it is; text of "
                       "all channels, not just the final one")  # fmt: skip
     what.add_argument("--chat-template-arg", metavar="K=V", action="append", default=[],
-                      help="set what the chat template reads, e.g. enable_thinking=false; may be repeated")  # fmt: skip
+                      help="set what the chat template reads, e.g. enable_thinking=false; "
+                           "may be repeated")  # fmt: skip
     what.add_argument(
         "--show-prompt", action="store_true", help="print the rendered prompt and its ids on stderr"
     )
@@ -73,7 +76,8 @@ def _info(parser):
 
 def _bench(parser):
     what = add_pair(parser)
-    what.add_argument("--prompts", metavar="FILE", help="JSON lines with kind and prompt (or tokens); default: "
+    what.add_argument("--prompts", metavar="FILE",
+                      help="JSON lines with kind and prompt (or tokens); default: "
                       "the checkout's bench/prompts.jsonl, else four built in")  # fmt: skip
     how = add_how(parser, max_tokens=64)
     how.add_argument("-r", "--repeat", metavar="N", type=whole(1), default=3,
@@ -150,8 +154,9 @@ def _lazy(module, name):
 def main(argv=None):
     """Run one command line.
 
-    argv: list of str, default the process's. Returns the exit code: 0; 1 a check failed, or a bug; 2 wrong use or
-    a refused checkpoint; 3 not possible here; 130 Ctrl-C; 141 closed pipe. Errors: none. Source: engine.md 5.
+    argv: list of str, default the process's. Returns the exit code: 0; 1 a check failed, or a bug; 2 wrong
+    use or a refused checkpoint; 3 not possible here; 130 Ctrl-C; 141 closed pipe. Errors: none.
+    Source: engine.md 5.
     """
     is_verbose = False
     for stream in (sys.stdout, sys.stderr):

@@ -1,4 +1,5 @@
-"""`minidflash bench`: tokens a second with and without the drafter, by kind of prompt, and whether drafting pays."""
+"""`minidflash bench`: tokens a second with and without the drafter, by kind of prompt,
+and whether drafting pays."""
 
 import json
 from itertools import groupby
@@ -39,7 +40,8 @@ def bench(args, interrupt=None):
         rows.append(summary("all", [one for found in kinds.values() for one in found]))
     found = {
         "target": engine.target_name, "drafter": engine.drafter_name, "backend": engine.ops.name,
-        "activations": engine.ops.activations, "machine": machine_of(engine.ops), "max_tokens": args.max_tokens,
+        "activations": engine.ops.activations, "machine": machine_of(engine.ops),
+        "max_tokens": args.max_tokens,
         "repeat": args.repeat, "block": args.block, "verify": args.verify, "ctx": engine.ctx, "rows": rows,
     }  # fmt: skip
     if args.output == "json":
@@ -48,7 +50,8 @@ def bench(args, interrupt=None):
         write_lines(table(found))
     for row in rows:
         if row["longest_run"] > LOOP and row["kind"] != "all":
-            say(f"minidflash: {row['kind']}: one token {row['longest_run']} times in a row; speed and tau of such text "
+            say(f"minidflash: {row['kind']}: one token {row['longest_run']} times in a row; "
+                f"speed and tau of such text "
                 "say little")  # fmt: skip
     return 0
 
@@ -141,10 +144,12 @@ def table(found):
     yield f"{found['target']} with drafter {found['drafter'] or 'none'}, {width}, {found['backend']}, " + (
         f"{found['activations']}; {found['machine']}"
     )
-    yield (f"{found['max_tokens']} tokens at most, {found['repeat']} runs of each prompt, greedy; tokens/s after the first "
+    yield (f"{found['max_tokens']} tokens at most, {found['repeat']} runs of each prompt, greedy; "
+           f"tokens/s after the first "
            "token, median and half the range")  # fmt: skip
     yield ""
-    yield "| prompts | plain tok/s | drafted tok/s | speedup | tau | break-even tau | distinct | longest run |"
+    words = "plain tok/s", "drafted tok/s", "speedup", "tau", "break-even tau", "distinct", "longest run"
+    yield f"| prompts | {' | '.join(words)} |"
     yield "|---|---|---|---|---|---|---|---|"
     for row in found["rows"]:
         rates = [
@@ -154,7 +159,8 @@ def table(found):
             for which in ("plain", "drafted")
         ]
         cells = [_cell(row[name], form) for name, form in (("speedup", "{:.2f}x"), ("tau", "{:.2f}"),
-                 ("break_even_tau", "{:.2f}"), ("distinct_ratio", "{:.2f}"), ("longest_run", "{}"))]  # fmt: skip
+                 ("break_even_tau", "{:.2f}"), ("distinct_ratio", "{:.2f}"),
+                 ("longest_run", "{}"))]  # fmt: skip
         yield "| " + " | ".join([f"{row['kind']} ({row['prompts']})", *rates, *cells]) + " |"
     yield ""
     yield verdict(found["rows"][-1])

@@ -52,7 +52,8 @@ def generate(args, interrupt=None):
 
 
 def read_prompt(args):
-    """The prompt that was given: a list of ids, or a str. Errors: UserError without one, or for unreadable text."""
+    """The prompt that was given: a list of ids, or a str. Errors: UserError without one,
+    or for unreadable text."""
     if args.tokens is not None:
         if args.prompt is not None:
             raise UserError("a prompt and --tokens are two prompts", "leave out one of them")
@@ -85,7 +86,8 @@ def read_prompt(args):
 
 
 def open_engine(args, **keywords):
-    """Load what the flags name, with progress on a terminal. keywords: more of engine.load's. Returns an Engine."""
+    """Load what the flags name, with progress on a terminal. keywords: more of engine.load's.
+    Returns an Engine."""
     from ..engine import load
 
     with Progress(is_terminal(sys.stderr) and not args.quiet) as show:
@@ -93,8 +95,8 @@ def open_engine(args, **keywords):
     for note in [] if args.quiet else engine.notes:
         say(f"minidflash: {note}")
     if args.verbose:
-        say(f"{engine.ops.name}, {engine.ops.activations}, context {engine.ctx}; loaded in {engine.load_s:.2f} s, "
-            f"kernels ready in {engine.jit_s:.2f} s")  # fmt: skip
+        say(f"{engine.ops.name}, {engine.ops.activations}, context {engine.ctx}; loaded in "
+            f"{engine.load_s:.2f} s, kernels ready in {engine.jit_s:.2f} s")  # fmt: skip
     return engine
 
 
@@ -115,7 +117,8 @@ def warn(args, engine, request):
         say("minidflash: no drafter for this target: plain decoding (--drafter names one)")
     if request.drafts and request.block > engine.drafter.config.block:
         trained = engine.drafter.config.block
-        say(f"minidflash: block {request.block} is wider than the {trained} this drafter was trained on: expect fewer "
+        say(f"minidflash: block {request.block} is wider than the {trained} this drafter was trained on: "
+            f"expect fewer "
             "accepted drafts")  # fmt: skip
     allowed = engine.target.config.max_positions
     if args.ctx is None and engine.ctx < allowed:

@@ -1,7 +1,7 @@
 """From a row of the table down to the code that computes it, on every backend, found in the code that runs.
 
-Which function a backend calls is what the backend itself looks up; what that function launches is read from its source,
-by following its calls with the names of files and kernels that they pass on.
+Which function a backend calls is what the backend itself looks up; what that function launches is read from
+its source, by following its calls with the names of files and kernels that they pass on.
 """
 
 import ast
@@ -40,7 +40,8 @@ def step_of(function):
 
 
 def entry(name):
-    """Steps that all backends share: the table's row, and the method of Ops that checks arguments against it."""
+    """Steps that all backends share: the table's row, and the method of Ops that checks arguments against
+    it."""
     from minidflash.kernels import ops, table
 
     tree = ast.parse(Path(table.__file__).read_text(encoding="utf-8"))
@@ -52,7 +53,8 @@ def ladders(name):
     """Who computes a row -> its steps, the backend's function first, then what that compiles or launches.
 
     On a GPU, and emulated, three variants are asked in turn: "prefill" (a prompt's rows), "fast", "plain".
-    Errors: LookupError where the source does not tell a launch's file or kernel; UserError as `check_threads`.
+    Errors: LookupError where the source does not tell a launch's file or kernel;
+    UserError as `check_threads`.
     """
     from minidflash.kernels import check_threads, oracle
 
@@ -92,7 +94,8 @@ def calls_of(function):
 
 
 def called(function, call):
-    """What a call in the source of a function names: a global of its module, or an attribute of one; else None."""
+    """What a call in the source of a function names: a global of its module, or an attribute of one;
+    else None."""
     known = function.__globals__
     if isinstance(call.func, ast.Name):
         return known.get(call.func.id)
@@ -109,7 +112,8 @@ def compiled_by(function):
 
 
 def launched_by(function, known=None):
-    """(file, kernel) of every `backend.launch` that a function of kernels/gpu may come to, whatever the branch.
+    """(file, kernel) of every `backend.launch` that a function of kernels/gpu may come to,
+    whatever the branch.
 
     known: its parameters whose text the caller gave.
     """

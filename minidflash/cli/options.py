@@ -65,9 +65,12 @@ def add_pair(parser):
     """Which checkpoints. Returns the group, for what else a subcommand runs on."""
     group = parser.add_argument_group("what to run")
     group.add_argument("--target", metavar="T", default="default",
-                       help="folder, Hugging Face id, or default: SmolLM2 135M, fetched once (93 MB)")  # fmt: skip
-    group.add_argument("--drafter", metavar="D", help="folder, Hugging Face id, default (the embedded one), or "
-                       "none: plain decoding. Default: the embedded one for the default target, else none")  # fmt: skip
+                       help="folder, Hugging Face id, or default: SmolLM2 135M, "
+                            "fetched once (93 MB)")  # fmt: skip
+    group.add_argument("--drafter", metavar="D",
+                       help="folder, Hugging Face id, default (the embedded one), or "
+                       "none: plain decoding. Default: the embedded one for the default target, "
+                       "else none")  # fmt: skip
     group.add_argument("--revision", metavar="R", help="branch, tag or commit of a target on Hugging Face")
     group.add_argument("--drafter-revision", metavar="R", help="the same of a drafter")
     return group
@@ -82,11 +85,14 @@ def add_how(parser, max_tokens=None):
         group.add_argument("-n", "--max-tokens", metavar="N", type=whole(0), default=max_tokens,
                            help="new tokens at most (default %(default)s)")  # fmt: skip
         group.add_argument("--verify", metavar="N|auto", type=rows_to_verify, default="auto",
-                           help="rows of the block the target verifies; 1 drafts nothing (default auto: the fastest)")  # fmt: skip
+                           help="rows of the block the target verifies; 1 drafts nothing (default auto: "
+                                "the fastest)")  # fmt: skip
     group.add_argument("--block", metavar="N", type=whole(1, WIDEST),
-                       help=f"tokens in a drafted block, the anchor counted, up to {WIDEST} (default: as trained)")  # fmt: skip
+                       help=f"tokens in a drafted block, the anchor counted, up to {WIDEST} (default: "
+                            f"as trained)")  # fmt: skip
     group.add_argument("--prefill-chunk", metavar="N", type=whole(1),
-                       help="prompt tokens in one pass; changes no result (default 256, on cuda 2048)")  # fmt: skip
+                       help="prompt tokens in one pass; changes no result (default 256, "
+                            "on cuda 2048)")  # fmt: skip
     return group
 
 
@@ -98,9 +104,11 @@ def add_machine(parser):
     )
     group.add_argument("--device", metavar="N", type=whole(0), default=0, help="which GPU (default 0)")
     group.add_argument("--activations", choices=("f32", "bf16"),
-                       help="type of activations and caches (default f32 on the CPU, bf16 on a GPU)")  # fmt: skip
+                       help="type of activations and caches (default f32 on the CPU, "
+                            "bf16 on a GPU)")  # fmt: skip
     group.add_argument("--ctx", metavar="N", type=whole(1),
-                       help="positions, prompt and new tokens (default: what the target allows and memory holds)")  # fmt: skip
+                       help="positions, prompt and new tokens (default: "
+                            "what the target allows and memory holds)")  # fmt: skip
     group.add_argument("--offline", action="store_true", help="fetch nothing")
     add_talk(group)
     return group
@@ -115,28 +123,30 @@ def add_talk(parser):
 def add_sampling(parser):
     """The sampling group; sampling.py says what its flags mean together."""
     group = parser.add_argument_group("sampling")
-    group.add_argument("--temperature", metavar="F", type=real(0, math.inf, "a number from 0 up"), default=0.0,
-                       help="0: always the likeliest token (default 0)")  # fmt: skip
+    group.add_argument("--temperature", metavar="F", type=real(0, math.inf, "a number from 0 up"),
+                       default=0.0, help="0: always the likeliest token (default 0)")  # fmt: skip
     group.add_argument(
         "--top-k", metavar="N", type=whole(0), default=0, help="only the N likeliest (default 0: all)"
     )
     group.add_argument("--top-p", metavar="F", type=real(0, 1, "a number from 0 to 1"), default=1.0,
                        help="only the likeliest that make up this probability (default 1: all)")  # fmt: skip
     group.add_argument("--min-p", metavar="F", type=real(0, 1, "a number from 0 to 1"), default=0.0,
-                       help="only those at least this likely, relative to the likeliest (default 0: all)")  # fmt: skip
+                       help="only those at least this likely, relative to the likeliest (default 0: "
+                            "all)")  # fmt: skip
     group.add_argument(
         "--seed", metavar="N", type=whole(0), default=0, help="of the random numbers (default 0)"
     )
     group.add_argument("--samples", metavar="N", type=whole(1), default=1, help="answers to make (default 1)")
     group.add_argument("--accept", choices=("match", "reject"), default="match",
-                       help="how drafts are accepted when sampling. match (default): a seed's text is that of plain "
-                       "decoding. reject: by rejection sampling; only the law is the same, not the text; needs "
-                       "--verify N")  # fmt: skip
+                       help="how drafts are accepted when sampling. match (default): a seed's text is that "
+                       "of plain decoding. reject: by rejection sampling; only the law is the same, not the "
+                       "text; needs --verify N")  # fmt: skip
     group.add_argument("--logprobs", action="store_true", help="log probabilities of the new tokens")
 
 
 def sampling_wishes(args):
-    """The sampling flags whose value is not the default, as keywords. Errors: UserError for what cannot be meant."""
+    """The sampling flags whose value is not the default, as keywords.
+    Errors: UserError for what cannot be meant."""
     from ..sampling import OPTIONS, Sampling
 
     wishes = {name: getattr(args, name) for name, usual in OPTIONS.items() if getattr(args, name) != usual}
@@ -150,7 +160,8 @@ def load_keywords(args):
     """The keywords of engine.load that the flags of add_pair, add_how and add_machine ask for."""
     keywords = {
         "target": args.target, "backend": args.backend, "activations": args.activations, "ctx": args.ctx,
-        "prefill_chunk": args.prefill_chunk, "revision": args.revision, "drafter_revision": args.drafter_revision,
+        "prefill_chunk": args.prefill_chunk, "revision": args.revision,
+        "drafter_revision": args.drafter_revision,
         "offline": args.offline, "device": args.device,
     }  # fmt: skip
     if args.drafter is not None:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
-from statistics import median
+from statistics import mean, median
 
 from .terminal import amount, duration
 
@@ -24,8 +24,8 @@ def round_costs(engine, request):
 def break_even(rounds, costs):
     """When drafting stops paying: (v, seconds of such a round, seconds of a plain one, tau needed), or None.
 
-    v: the width most rounds of the run had, plain ones left out. Its cost is the run's own median; so is a plain
-    round's where the run had some, else it is the schedule's.
+    v: the width most rounds of the run had, plain ones left out. Its cost is the run's own median; so is a
+    plain round's where the run had some, else it is the schedule's.
     """
     widths = Counter(r.verify for r in rounds if r.verify > 1)
     if not widths or not costs.get(1):
@@ -38,10 +38,12 @@ def break_even(rounds, costs):
 
 
 def stats_lines(result, rounds, costs, ctx):
-    """Lines for a person. result: Result. rounds: its Rounds. costs: of round_costs. ctx: positions of the engine."""
+    """Lines for a person. result: Result. rounds: its Rounds. costs: of round_costs.
+    ctx: positions of the engine."""
     stats, timing, memory = result.stats, result.timing, result.memory_bytes
     table = {
-        "tokens": f"{result.prompt_tokens} in the prompt, {len(result.tokens)} new, ended by {result.finish_reason}"
+        "tokens": f"{result.prompt_tokens} in the prompt, {len(result.tokens)} new, "
+        f"ended by {result.finish_reason}"
     }
     if stats.block is None:
         table["tau"] = "none: plain decoding"
@@ -60,15 +62,19 @@ def stats_lines(result, rounds, costs, ctx):
             width, cost, plain, needed = found
             table["break-even"] = (f"tau {needed:.2f}: a round of {width} rows takes {duration(cost)}, "
                                    f"a plain one {duration(plain)}")  # fmt: skip
+    experts = [r.experts for r in rounds if r.experts is not None]
+    if experts:
+        table["experts"] = f"{mean(experts):.1f} distinct ones a layer and round, {max(experts):.1f} at most"
     rate = (
         f"{timing.tokens_per_s:.1f} tokens/s after the first"
         if timing.tokens_per_s
         else "no tokens after the first"
     )
     table["speed"] = f"{rate}; the first after {duration(timing.ttft_s)}"
-    table["time"] = (f"prefill {duration(timing.prefill_s)}, decode {duration(timing.decode_s)}; before: load "
-                     f"{duration(timing.load_s)}, kernels {duration(timing.jit_s)}")  # fmt: skip
-    table["memory"] = (f"weights {amount(memory.weights)}, target cache {amount(memory.target_cache)}, drafter cache "
-                       f"{amount(memory.drafter_cache)}, workspace {amount(memory.workspace)}; context {ctx}")  # fmt: skip
+    table["time"] = (f"prefill {duration(timing.prefill_s)}, decode {duration(timing.decode_s)}; before: "
+                     f"load {duration(timing.load_s)}, kernels {duration(timing.jit_s)}")  # fmt: skip
+    table["memory"] = (f"weights {amount(memory.weights)}, target cache {amount(memory.target_cache)}, "
+                       f"drafter cache {amount(memory.drafter_cache)}, workspace {amount(memory.workspace)}; "
+                       f"context {ctx}")  # fmt: skip
     table["machine"] = f"{result.backend}, {result.activations}, {result.machine}"
     return [f"{name:<12}{value}" for name, value in table.items()]

@@ -11,7 +11,8 @@ from ..errors import UserError, printable
 
 
 def write(text):
-    """Write to stdout as it is and flush. Errors: BrokenPipeError as it is, UserError code 3 for a full disk."""
+    """Write to stdout as it is and flush. Errors: BrokenPipeError as it is,
+    UserError code 3 for a full disk."""
     if sys.stdout is None:  # started with stdout closed
         return
     try:
@@ -67,7 +68,8 @@ STYLES = {"kept": "34", "own": "1", "rejected": "9;33", "faint": "2"}  # blue, b
 
 
 class Paint:
-    """ANSI styles, or nothing where they do not belong: NO_COLOR set, or no terminal. Source: no-color.org."""
+    """ANSI styles, or nothing where they do not belong: NO_COLOR set, or no terminal.
+    Source: no-color.org."""
 
     def __init__(self, stream):
         self.is_on = (
@@ -123,10 +125,11 @@ def duration(seconds):
 
 
 class Interrupt:
-    """Ctrl-C while a command runs. The first one raises KeyboardInterrupt, or ends the run of `engine` after its
-    round once that is set; the second one ends the process at once.
+    """Ctrl-C while a command runs. The first one raises KeyboardInterrupt, or ends the run of `engine` after
+    its round once that is set; the second one ends the process at once.
 
-    count: how often it was pressed. A process started with SIGINT ignored (a shell's background job) stays so.
+    count: how often it was pressed. A process started with SIGINT ignored (a shell's background job)
+    stays so.
     """
 
     def __init__(self):

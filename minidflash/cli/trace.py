@@ -16,9 +16,9 @@ LONGEST = 1e9  # seconds of one round, 31 years
 class Trace:
     """A trace file being written, as a context manager. path: where; an older file there is replaced.
 
-    A line: round (0: prefill's token), ids, drafts (ids verified), accepted (drafts kept, before stop and budget
-    cuts), verify (rows), seconds, text, finish_reason, with a tokenizer id_texts and draft_texts, from the second
-    sample on sample, and logprobs where they were asked for.
+    A line: round (0: prefill's token), ids, drafts (ids verified), accepted (drafts kept, before stop and
+    budget cuts), verify (rows), seconds, text, finish_reason, with a tokenizer id_texts and draft_texts, from
+    the second sample on sample, logprobs where they were asked for, and experts as in Round.
     Errors: UserError when it cannot be written, code 3 once it is open: a disk is full then.
     """
 
@@ -29,7 +29,8 @@ class Trace:
                 "--trace run.jsonl, or --trace ./- for that name",
             )
         try:
-            self._file = open(path, "wb", buffering=0)  # noqa: SIM115 unbuffered: closing writes nothing again
+            # Unbuffered: closing writes nothing again.
+            self._file = open(path, "wb", buffering=0)  # noqa: SIM115
         except OSError as error:
             raise UserError(f"trace file {path!r} cannot be written: {error.strerror}") from None
         self._path, self._count = path, 0
@@ -43,13 +44,15 @@ class Trace:
     def write(self, r, tokenizer=None):
         """Append one Round. tokenizer: of the target, or None."""
         line = {
-            "round": self._count, "ids": r.tokens, "drafts": r.drafted, "accepted": r.accepted, "verify": r.verify,
+            "round": self._count, "ids": r.tokens, "drafts": r.drafted, "accepted": r.accepted,
+            "verify": r.verify,
             "seconds": r.seconds, "text": r.text, "finish_reason": r.finish_reason,
         }  # fmt: skip
         if r.sample:
             line["sample"] = r.sample
-        if r.logprobs is not None:
-            line["logprobs"] = r.logprobs
+        for name in ("logprobs", "experts"):
+            if getattr(r, name) is not None:
+                line[name] = getattr(r, name)
         if tokenizer is not None:
             line["id_texts"] = [tokenizer.decode([i]) for i in r.tokens]
             line["draft_texts"] = [tokenizer.decode([i]) for i in r.drafted]
@@ -110,6 +113,7 @@ KINDS = {
     "text": lambda value: value is None or _is_text(value),
     "finish_reason": lambda value: value in (None, "stop", "length", "interrupted"),
 }
+MOST_EXPERTS = 1e6  # of a layer
 TEXTS = {"id_texts": "ids", "draft_texts": "drafts"}  # these may be missing
 
 
@@ -123,10 +127,14 @@ def _wrong(line):
     for key, ids in TEXTS.items():
         if key in line and not (_is_list(line[key], _is_text) and len(line[key]) == len(line[ids])):
             return f"{key} are not the texts of {ids}"
+    experts = line.get("experts", 0)
+    if type(experts) not in (int, float) or not 0 <= experts <= MOST_EXPERTS:
+        return f"experts is {experts!r:.40}"
     if not (line["ids"] or line["finish_reason"]):
         return "it has no ids"
     if line["accepted"] > len(line["drafts"]) or len(line["drafts"]) != max(0, line["verify"] - 1):
-        return f"{line['verify']} rows, {len(line['drafts'])} drafts and {line['accepted']} accepted do not agree"
+        counts = f"{line['verify']} rows, {len(line['drafts'])} drafts and {line['accepted']} accepted"
+        return f"{counts} do not agree"
     return None
 
 
@@ -165,6 +173,8 @@ def tell_round(number, line, paint):
         what = "plain"
     else:
         what = f"kept {line['accepted']} of {len(drafts)}"
+    if "experts" in line:
+        words.append(paint("faint", f" ({line['experts']:.1f} experts a layer)"))
     end = f"  ({line['finish_reason']})" if line["finish_reason"] else ""
     return f"{number:4}  {what:<13} {duration(line['seconds']):>9}  {' '.join(words)}{paint('faint', end)}"
 
@@ -187,8 +197,8 @@ def summary(lines):
         return [f"{tokens} tokens, plain decoding, {duration(seconds)}"]
     stats = Stats.of(rounds, widest)
     found = (
-        f"{tokens} tokens in {stats.round_count} rounds: tau {stats.tau:.2f} (the target's own token counted), "
-        f"{stats.accepted} of {stats.drafted} drafts accepted, {duration(seconds)}"
+        f"{tokens} tokens in {stats.round_count} rounds: tau {stats.tau:.2f} (the target's own token "
+        f"counted), {stats.accepted} of {stats.drafted} drafts accepted, {duration(seconds)}"
     )
     bars = "".join(BARS[round(8 * a)] if a is not None else "-" for a in stats.acceptance_by_position)
     numbers = " ".join("-" if a is None else f"{a:.2f}" for a in stats.acceptance_by_position)

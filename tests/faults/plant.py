@@ -2,9 +2,10 @@
 
     python tests/faults/plant.py [NAME ...] [--file TOPIC ...] [--jobs 2] [--json [FILE]] [--list] [--gpu]
 
-A fault is an entry of tests/faults/TOPIC.toml: the text `old`, which stands once in `file`, becomes `new`, and pytest
-with the arguments `tests` must then fail; the same tests must pass without it. This happens in copies of the tree under
-.cache/faults, with caches of their own. Exit code 1 when a fault survives, its patch is stale, or its tests say nothing.
+A fault is an entry of tests/faults/TOPIC.toml: the text `old`, which stands once in `file`, becomes `new`,
+and pytest with the arguments `tests` must then fail; the same tests must pass without it. This happens in
+copies of the tree under .cache/faults, with caches of their own. Exit code 1 when a fault survives,
+its patch is stale, or its tests say nothing.
 """
 
 import argparse
@@ -26,14 +27,16 @@ sys.path.insert(0, str(ROOT))
 from tests.faults.tree import LIMIT, Tree
 
 UNFIT = re.compile(  # the patch is no program: that any test fails then says nothing
-    r"([\w.]*\.)?(SyntaxError|IndentationError|NameError|UnboundLocalError|ImportError|ModuleNotFoundError|TypingError|"
-    r"LoweringError|UnsupportedError)\b|RuntimeError: (g\+\+ could not build|NVRTC could not compile)"
+    r"([\w.]*\.)?(SyntaxError|IndentationError|NameError|UnboundLocalError|ImportError|ModuleNotFoundError|"
+    r"TypingError|LoweringError|UnsupportedError)\b|"
+    r"RuntimeError: (g\+\+ could not build|NVRTC could not compile)"
 )
 
 
 @dataclass(frozen=True)
 class Fault:
-    """breaks: "row NAME BACKEND" (oracle, numba, cuda), "promise: ..." or "tool NAME". tests: arguments of pytest.
+    """breaks: "row NAME BACKEND" (oracle, numba, cuda), "promise: ..." or "tool NAME".
+    tests: arguments of pytest.
 
     gpu: only a GPU shows it. compiles: false where the refusal of a compiler is what shows it.
     """
@@ -64,7 +67,8 @@ class Outcome:
 
 
 def read(folder=FOLDER):
-    """All faults, by file and order. Errors: ValueError naming an entry of another form, or a name used twice."""
+    """All faults, by file and order. Errors: ValueError naming an entry of another form,
+    or a name used twice."""
     faults = []
     for path in sorted(Path(folder).glob("*.toml")):
         for entry in tomllib.loads(path.read_text(encoding="utf-8"))["fault"]:
@@ -108,7 +112,8 @@ def plant_group(tree, tests, faults, say):
 
 
 def plant(faults, root=ROOT, place=None, jobs=1, say=lambda outcome: None):
-    """Outcomes of all faults, in their order. place: the folder for copies. say: called with each as it is known."""
+    """Outcomes of all faults, in their order. place: the folder for copies.
+    say: called with each as it is known."""
     groups, trees = {}, queue.SimpleQueue()
     for fault in faults:
         groups.setdefault(fault.tests, []).append(fault)
@@ -137,10 +142,8 @@ def chosen(args, parser):
     unknown = {*args.names, *(args.file or ())} - {f.name for f in faults} - {f.topic for f in faults}
     if unknown:
         parser.error(f"there is no fault or topic {', '.join(sorted(unknown))}: --list says what there is")
-    return [
-        f for f in faults
-        if (f.name in args.names or not args.names) and (not args.file or f.topic in args.file) and f.gpu == args.gpu
-    ]  # fmt: skip
+    names, topics = args.names or {f.name for f in faults}, args.file or {f.topic for f in faults}
+    return [f for f in faults if f.name in names and f.topic in topics and f.gpu == args.gpu]
 
 
 def main():
@@ -150,8 +153,9 @@ def main():
     parser.add_argument("names", nargs="*", metavar="NAME", help="these faults (default: all)")
     parser.add_argument("--file", nargs="+", metavar="TOPIC", help="those of tests/faults/TOPIC.toml")
     parser.add_argument("--jobs", type=int, default=2, help="side by side (default %(default)s)")
-    parser.add_argument("--json", nargs="?", const=ROOT / "bench/results/faults.json", type=Path, metavar="FILE",
-                        help="write the outcomes, by default to bench/results/faults.json")  # fmt: skip
+    parser.add_argument("--json", nargs="?", const=ROOT / "bench/results/faults.json", type=Path,
+                        metavar="FILE", help="write the outcomes, by default to "
+                                             "bench/results/faults.json")  # fmt: skip
     parser.add_argument("--list", action="store_true", help="say what there is, plant nothing")
     parser.add_argument(
         "--gpu", action="store_true", help="those that only a GPU shows, instead of all others"
@@ -170,7 +174,8 @@ def main():
     begun = time.perf_counter()
     outcomes = plant(
         faults, jobs=args.jobs,
-        say=lambda out: print(f"{out.status:9}{out.seconds:6.1f} s  {out.name}  {out.by or out.why}", flush=True),
+        say=lambda out: print(f"{out.status:9}{out.seconds:6.1f} s  {out.name}  {out.by or out.why}",
+                              flush=True),
     )  # fmt: skip
     counts = dict(Counter(out.status for out in outcomes))
     for out in outcomes:

@@ -21,7 +21,8 @@ KERNELS = Path("kernels/cpu")  # compiled by Numba, cached under one key of all 
 
 @dataclass
 class Run:
-    """How pytest ended. code: its exit code, None after LIMIT. by, why: the test that failed first, and its words."""
+    """How pytest ended. code: its exit code, None after LIMIT. by,
+    why: the test that failed first, and its words."""
 
     code: int | None
     passed: int
@@ -34,7 +35,8 @@ class Tree:
     """A copy of the project, with a cache of compiled kernels that outlives it: they are keyed by content."""
 
     def __init__(self, root, place):
-        """root: the project. place: the folder for copy and cache. Errors: SystemExit where another run uses it."""
+        """root: the project. place: the folder for copy and cache.
+        Errors: SystemExit where another run uses it."""
         self.place, self.root, self.cache = place, place / "tree", place / "cache"
         place.mkdir(parents=True, exist_ok=True)
         self.lock = (place / "lock").open("w")
@@ -47,7 +49,8 @@ class Tree:
         self.cache.mkdir(exist_ok=True)
         golden = os.environ.get("MINIDFLASH_GOLDEN") or Path(root).parent / "shared" / "golden"
         self.environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")} | {
-            "PYTHONPATH": str(self.root), "MINIDFLASH_CACHE": str(self.cache), "MINIDFLASH_GOLDEN": str(golden),
+            "PYTHONPATH": str(self.root), "MINIDFLASH_CACHE": str(self.cache),
+            "MINIDFLASH_GOLDEN": str(golden),
             "CI": "true",  # what is absent fails, and does not skip
         }  # fmt: skip
 
@@ -58,7 +61,8 @@ class Tree:
 
     @contextmanager
     def planted(self, fault):
-        """The tree with the fault in it. Behind that without, in contents and times, and the cache as it was."""
+        """The tree with the fault in it. Behind that without, in contents and times,
+        and the cache as it was."""
         path = self.root / fault.file
         text, times, cached = path.read_bytes(), path.stat(), set(self.cache.rglob("*"))
         compiled = self.compiled() if path.parent == self.root / KERNELS else None
@@ -75,7 +79,8 @@ class Tree:
         assert path.read_bytes() == text, f"{path} is not as it was"
 
     def compiled(self):
-        """The folder of Numba's compiled kernels for the sources as they are now; None where they do not load."""
+        """The folder of Numba's compiled kernels for the sources as they are now;
+        None where they do not load."""
         code = "from minidflash.kernels.cpu.jit import CACHE_FOLDER; print(CACHE_FOLDER)"
         command = [sys.executable, "-c", code]
         found = subprocess.run(
@@ -84,7 +89,8 @@ class Tree:
         return Path(found.stdout.strip()) if found.returncode == 0 else None
 
     def seed(self, compiled, stem):
-        """Keep what the changed kernels/cpu/STEM.py has no part in: else all kernels would be compiled again."""
+        """Keep what the changed kernels/cpu/STEM.py has no part in: else all kernels would be compiled
+        again."""
         sources = {p.stem: p.read_text(encoding="utf-8") for p in (self.root / KERNELS).glob("*.py")}
         uses = {
             name: set(re.findall(r"^from \.(\w+) import", text, re.MULTILINE))

@@ -1,4 +1,5 @@
-"""accept: the longest prefix, the target's own token, the cuts, the next anchor; against rules written anew."""
+"""accept: the longest prefix, the target's own token, the cuts, the next anchor;
+against rules written anew."""
 
 import itertools
 
@@ -27,11 +28,13 @@ def expect(drafts, own, stops, left, start, fresh, done, anchor):
     why = why or (OUT_OF_BUDGET if len(tokens) == left else RUNS)
     anchor = tokens[-1] if tokens else anchor
     return {"record": [len(tokens), kept, why], "tokens": tokens, "start": start + len(tokens),
-            "fresh": fresh + len(tokens), "left": left - len(tokens), "done": why, "anchor": anchor}  # fmt: skip
+            "fresh": fresh + len(tokens), "left": left - len(tokens), "done": why,
+            "anchor": anchor}  # fmt: skip
 
 
 def play(ops, slots, width, stops=(STOP,)):
-    """slots: dicts of own (width ids), drafts (width - 1), left, done, fresh. Compares everything with `expect`."""
+    """slots: dicts of own (width ids), drafts (width - 1), left, done, fresh.
+    Compares everything with `expect`."""
     N = len(slots)
     i32 = np.int32
     drafts = np.full((N, B), -3, i32)
@@ -47,8 +50,8 @@ def play(ops, slots, width, stops=(STOP,)):
     }  # fmt: skip
     got = run(ops, "accept", case, T=N * width)
     for n, s in enumerate(slots):
-        want = expect(s["drafts"], s["own"], stops, *(int(case[k][n]) for k in ("left", "start", "fresh", "done")),
-                      int(case["anchor"][n]))  # fmt: skip
+        given = [int(case[k][n]) for k in ("left", "start", "fresh", "done", "anchor")]
+        want = expect(s["drafts"], s["own"], stops, *given)
         tokens = want.pop("tokens")
         seen = [] if s.get("done") else [max(draft, 0) for draft in s["drafts"]]
         record = (
@@ -82,7 +85,8 @@ def test_budget_cuts(ops, budget):
 @pytest.mark.parametrize("at", range(B))
 @pytest.mark.parametrize("budget", [1, 3, B, 100])
 def test_stop_in_the_middle(ops, at, budget):
-    """A stop id inside, at the end of, and behind the accepted prefix; where both cut, the stop is the reason."""
+    """A stop id inside, at the end of, and behind the accepted prefix;
+    where both cut, the stop is the reason."""
     for kept in range(B):
         s = slot(kept, B, left=budget)
         s["own"][at] = STOP
@@ -127,7 +131,9 @@ def test_random_slots(ops, rng):
         for _ in range(3):
             done = int(rng.integers(0, 5)) // 4
             slots.append({
-                "own": rng.choice([3, 4, 4, 4, STOP], width).tolist(), "drafts": rng.choice([3, 4, 4, 4, STOP], width - 1).tolist(),
-                "left": 0 if done else int(rng.integers(1, 9)), "done": 2 * done, "fresh": int(rng.integers(0, 4)),
+                "own": rng.choice([3, 4, 4, 4, STOP], width).tolist(),
+                "drafts": rng.choice([3, 4, 4, 4, STOP], width - 1).tolist(),
+                "left": 0 if done else int(rng.integers(1, 9)), "done": 2 * done,
+                "fresh": int(rng.integers(0, 4)),
             })  # fmt: skip
         play(ops, slots, width)

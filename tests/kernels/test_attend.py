@@ -12,7 +12,8 @@ LENGTHS = [1, 2, 16, 127, 128, 129, 255, 256, 257, 300]  # around the chunks of 
 
 
 def make(ops, rng, pos, heads=(5, 1, 24), begin=None, end=None, window=0, causal=1, room=310, scale=None):
-    """A case with a slot for each row, in shuffled order. begin, end: default the row's own position and the next."""
+    """A case with a slot for each row, in shuffled order. begin,
+    end: default the row's own position and the next."""
     H, G, K = heads
     T = len(pos)
     make = Make(rng, ops.activations)
@@ -87,7 +88,8 @@ def test_whole_block(ops, rng, context, block, heads):
 @pytest.mark.parametrize("window", [1, 4, 5, 9])
 @pytest.mark.parametrize("block", [1, 3, 8])
 def test_windows_over_a_block(ops, rng, context, window, block):
-    """F19, F65: two-sided windows, and the causal rule whose window bounds the context only; both against a mask."""
+    """F19, F65: two-sided windows, and the causal rule whose window bounds the context only;
+    both against a mask."""
     pos = range(context, context + block)
     ends, begins = [context + block] * block, [context] * block
     compare(ops, make(ops, rng, pos, (3, 1, 32), pos, ends, window, causal=0))

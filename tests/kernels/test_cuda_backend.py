@@ -1,7 +1,7 @@
 """The cuda backend without a GPU (tests/fake_card.py); loading is in test_loading.py.
 
-What kernels compute is not seen here (they do not run), but every call the backend makes is: copies land, a round is
-captured once with its kernels loaded before, and failures are one line.
+What kernels compute is not seen here (they do not run), but every call the backend makes is: copies land, a
+round is captured once with its kernels loaded before, and failures are one line.
 """
 
 import types
@@ -29,7 +29,8 @@ def embedding(ops, rng):
 
 
 def test_engines_share_a_stream_and_capture_on_one_of_their_own(opened, monkeypatch, rng):
-    """Kernels whose blocks wait for each other must not run side by side; what one records must not get into another's."""
+    """Kernels whose blocks wait for each other must not run side by side;
+    what one records must not get into another's."""
     ops, driver = opened()
     other = Ops(cuda.CudaBackend("f32"))
     mine = ops.backend.device.stream
@@ -128,7 +129,8 @@ def test_failures_are_one_line(opened, rng):
 
 @pytest.mark.parametrize("activations", ["f32", "bf16"])
 def test_a_tiny_model_loads_and_records_a_round(opened, activations, tmp_path, monkeypatch):
-    """The whole of load() and of a round's launches: arguments and types of every kernel are checked on the way."""
+    """The whole of load() and of a round's launches: arguments and types of every kernel are checked on the
+    way."""
     import minidflash as md
     from tests.random_pair import write_random
 

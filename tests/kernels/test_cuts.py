@@ -1,7 +1,7 @@
 """What decides in which order a row is summed must not know how many rows there are.
 
-It is written down for 1 to 64 of them. Bits that differ only at some numbers of rows, on some card, are not found
-by trying a few; what reaches the choice is.
+It is written down for 1 to 64 of them. Bits that differ only at some numbers of rows, on some card, are not
+found by trying a few; what reaches the choice is.
 """
 
 from types import SimpleNamespace
@@ -35,9 +35,7 @@ class Card:
 
     def function(self, file, name, defines=None):
         text = source.find(file).read_text(encoding="utf-8")
-        return SimpleNamespace(
-            name=name, defines=defines or {}, parameters=source.parameters(text, name, defines or {})
-        )
+        return SimpleNamespace(name=name, defines=defines or {}, parameters=source.parameters(text, name))
 
     def holds(self, *_):
         return 10**6

@@ -26,7 +26,8 @@ def test_matches_oracle(ops, rng, T, V, D, weights, scale):
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # signalling NaNs on their way to float64
 def test_every_bf16_pattern(ops):
-    """F50, F66: all 65,536 patterns through load and store; NaN stays NaN, infinities, zeros and subnormals too."""
+    """F50, F66: all 65,536 patterns through load and store; NaN stays NaN, infinities,
+    zeros and subnormals too."""
     from tests.cases import Matrix
 
     bits = np.arange(65536, dtype=np.uint16).reshape(256, 256)

@@ -1,4 +1,5 @@
-"""eps under the root, where it matters, on numba and on the plain kernels: rows that are small beside it, and zeros.
+"""eps under the root, where it matters, on numba and on the plain kernels:
+rows that are small beside it, and zeros.
 
 Models have an eps of 1e-5 or 1e-6, which no random row shows.
 """

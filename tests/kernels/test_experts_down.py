@@ -1,4 +1,5 @@
-"""experts_down: the experts' products, weighted and added to the row in router order; and the weights' own types."""
+"""experts_down: the experts' products, weighted and added to the row in router order;
+and the weights' own types."""
 
 import numpy as np
 import pytest
@@ -29,7 +30,8 @@ def make(ops, rng, T, E, U, D, F, weights="bf16", bias=True, tap_at=None, idle=(
     rows[2::3] = -1
     return {
         "h": make.a(T, U, F), "w": make.experts(E, D, F), "bias": make.v(E, D) if bias else None,
-        **make.routing(T, E, U, idle), "share": share, "tap_row": None if tap_at is None else rows, "tap_at": tap_at or 0,
+        **make.routing(T, E, U, idle), "share": share, "tap_row": None if tap_at is None else rows,
+        "tap_at": tap_at or 0,
         "x": make.a(T, D), "taps": None if tap_at is None else junk(ops, (T + 2, tap_at + D + 5), "A"),
     }  # fmt: skip
 
@@ -98,7 +100,8 @@ def test_a_rows_bits_are_its_own(ops, rng, T, E, U, weights):
 
 
 def test_experts_are_added_in_router_order(ops, rng):
-    """Outputs 2^26, 1, -2^26 and a row of 0: only one order of f32 sums gives what each order of the experts gives."""
+    """Outputs 2^26, 1, -2^26 and a row of 0: only one order of f32 sums gives what each order of the experts
+    gives."""
     T, E, U, D, F = 6, 3, 3, 17, 32
     values = np.float32([2**26, 1, -(2**26)])
     w = np.zeros((E, D, F), np.float32)
@@ -107,8 +110,8 @@ def test_experts_are_added_in_router_order(ops, rng):
     h = np.zeros((T, U, F), np.float32)
     h[:, :, 0] = 1
     case = {
-        "h": stored(h, ops.activations), "w": Experts([Matrix(w.reshape(-1, F))], E), "bias": None, **grouped(expert, E),
-        "share": np.ones((T, U), np.float32), "tap_row": None, "tap_at": 0,
+        "h": stored(h, ops.activations), "w": Experts([Matrix(w.reshape(-1, F))], E), "bias": None,
+        **grouped(expert, E), "share": np.ones((T, U), np.float32), "tap_row": None, "tap_at": 0,
         "x": stored(np.zeros((T, D)), ops.activations), "taps": None,
     }  # fmt: skip
     got = real(run(ops, "experts_down", case)["x"])
@@ -124,7 +127,8 @@ NIBBLES, SCALES = np.arange(16), np.arange(255)
 
 @pytest.mark.parametrize("column", [0, 1, 30, 31])
 def test_mxfp4_is_what_it_says_bit_for_bit(ops, column):
-    """All nibbles times all scales, one in each row: x = 0 + 1 * (w h) with one h of 1 is the value itself."""
+    """All nibbles times all scales, one in each row: x = 0 + 1 * (w h) with one h of 1 is the value
+    itself."""
     nibble, scale = (grid.reshape(-1).astype(np.uint8) for grid in np.meshgrid(NIBBLES, SCALES))
     D = len(nibble)
     blocks = np.zeros((D, 1, 16), np.uint8)
@@ -133,7 +137,8 @@ def test_mxfp4_is_what_it_says_bit_for_bit(ops, column):
     h[..., column] = 1
     case = {
         "h": stored(h, ops.activations), "w": Experts([Blocks(blocks, scale[:, None])], 1), "bias": None,
-        **grouped(np.zeros((1, 1), np.int32), 1), "share": np.ones((1, 1), np.float32), "tap_row": None, "tap_at": 0,
+        **grouped(np.zeros((1, 1), np.int32), 1), "share": np.ones((1, 1), np.float32), "tap_row": None,
+        "tap_at": 0,
         "x": stored(np.zeros((1, D)), ops.activations), "taps": None,
     }  # fmt: skip
     got = run(ops, "experts_down", case)["x"][0]

@@ -47,7 +47,8 @@ def products(case):
 
 
 def terms_of(case):
-    """As of gate_up: every activation's slope is below 1.2, what the up's half is multiplied by its own value."""
+    """As of gate_up: every activation's slope is below 1.2, what the up's half is multiplied by its own
+    value."""
     gate, up, gate_terms, up_terms = products(case)
     times = np.abs(up) + (case["act"] == CLAMPED)
     soft = np.abs(np.where(gate > 0, gate, 0.3))  # |silu|, |gelu|, |g sigmoid(alpha g)| are below
@@ -115,6 +116,10 @@ def test_nan_stays_nan(ops, rng, act):
     case["u"][1] = stored(np.nan, ops.activations)
     got = real(run(ops, "experts_up", case, F=24)["h"])
     assert np.isnan(got[1]).all() and np.isfinite(got[[0, 2]]).all()
+    case = make(ops, rng, 3, 4, 2, 40, 24, "f32", act)
+    case["bias"][:, [3, 24 + 7]] = np.nan  # of a gate, of an up
+    got = np.isnan(real(run(ops, "experts_up", case, F=24)["h"]))
+    assert got[..., [3, 7]].all() and got.sum() == 3 * 2 * 2
 
 
 @pytest.mark.parametrize("weights", ["bf16", "f32", "mxfp4"])
@@ -165,7 +170,8 @@ def test_sees_wrong_kernels(ops, rng):
 
 
 def planted(clamp):
-    """A wrong kernel: gate and up of the clamped activation go through `clamp`; None: before the bias is added."""
+    """A wrong kernel: gate and up of the clamped activation go through `clamp`;
+    None: before the bias is added."""
 
     def function(u, w, bias, expert, first, order, act, limit, alpha, work):
         h = np.zeros((*expert.shape, w.rows // 2))

@@ -1,4 +1,5 @@
-"""attend on tensor cores: that it runs, that no neighbour, order or place shows in a row's bits, what it compiles to.
+"""attend on tensor cores: that it runs, that no neighbour, order or place shows in a row's bits,
+what it compiles to.
 
 What a row sees, and how close it comes to float64, is asked of every variant in test_attend.py.
 """
@@ -90,7 +91,8 @@ def test_the_table_row_runs_fast(ops, rng):
 
 
 VARIANTS = {
-    "the default": {}, "uncut": {"splits": 0}, "units of several leaves": {"splits": 2}, "no wgmma": {"wgmma": False},
+    "the default": {}, "uncut": {"splits": 0}, "units of several leaves": {"splits": 2},
+    "no wgmma": {"wgmma": False},
 }  # fmt: skip
 
 
@@ -108,7 +110,8 @@ def test_one_row_has_the_bits_of_many(ops, rng, variant, window):
 
 
 def test_a_grid_for_few_keys_has_the_same_bits(ops, rng):
-    """What a graph of a context's bucket launches: no units past the keys. With and without a window, which may begin within a unit."""
+    """What a graph of a context's bucket launches: no units past the keys.
+    With and without a window, which may begin within a unit."""
     for context, window in ((120, 0), (1000, 0), (1400, 0), (2300, 0), (1400, 700)):
         case = make(rng, range(context, context + 16), (4, 1, 64), window=window)
         whole = call(ops, case, splits=24)
@@ -118,8 +121,8 @@ def test_a_grid_for_few_keys_has_the_same_bits(ops, rng):
 
 @pytest.mark.parametrize("context, rows, splits", [(3448, 16, 24), (2040, 16, 8), (6100, 4, 30)])
 def test_many_pieces_merge(ops, rng, context, rows, splits):
-    """Units of one and of two leaves, also in one pass, and more pieces than a warp takes at a time; by all blocks, or by
-    the one that came last.
+    """Units of one and of two leaves, also in one pass, and more pieces than a warp takes at a time; by all
+    blocks, or by the one that came last.
     """
     case = make(rng, range(context, context + rows), (4, 1, 64))
     many = call(ops, case, splits=splits)
@@ -142,7 +145,8 @@ def test_more_blocks_than_the_card_holds_do_not_wait(ops, rng, monkeypatch):
 
 
 def test_slots_in_one_pass(ops, rng):
-    """Three slots of five rows each, one of them inactive, at different places; then rows of slots in any order."""
+    """Three slots of five rows each, one of them inactive, at different places;
+    then rows of slots in any order."""
     pos = [*range(100, 105), *[-1] * 5, *range(1380, 1385)]
     case = make(rng, pos, (4, 2, 64), slots=3)
     whole = call(ops, case)
@@ -153,14 +157,16 @@ def test_slots_in_one_pass(ops, rng):
 
 
 def test_what_is_old_for_one_set_is_not_for_the_next(ops, rng):
-    """Seven leaves in four units, then six in six: some blocks have keys of the second set alone, and load them all."""
+    """Seven leaves in four units, then six in six: some blocks have keys of the second set alone,
+    and load them all."""
     case = make(rng, [1000, 1001, 800], (4, 1, 64), slots=2)
     check(case, call(ops, case, splits=6))
 
 
 @pytest.mark.parametrize("garbage", [0xFF, 0x3F, 0x80])
 def test_rows_that_see_nothing_count_on_nothing(ops, rng, garbage, monkeypatch):
-    """A round behind the end of a text has no active row: a group of it has no plan, whatever lies where plans lie."""
+    """A round behind the end of a text has no active row: a group of it has no plan,
+    whatever lies where plans lie."""
     if ops.name == "emulate":
         monkeypatch.setattr(ops.backend.device, "garbage", garbage)
     case = make(rng, [-1] * 30, (4, 1, 64))

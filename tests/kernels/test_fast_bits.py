@@ -1,4 +1,5 @@
-"""The fast kernels' bits under any number of rows, any company, order and cut; dependent launch; what is compiled."""
+"""The fast kernels' bits under any number of rows, any company, order and cut; dependent launch;
+what is compiled."""
 
 import itertools
 from dataclasses import replace
@@ -15,7 +16,15 @@ from tests.compare import assert_same_bits, real
 from tests.conftest import parameters
 from tests.disassembly import assert_instructions, disassemble_all
 from tests.fast_rows import C_NORMED, PRODUCTS, ROWS, C, fast_check, fast_run, on_gpu_backends
-from tests.kernels import test_fuse, test_gate_up, test_head_logits, test_linear_add, test_qkv, test_rows
+from tests.kernels import (
+    test_fuse,
+    test_gate_up,
+    test_head_logits,
+    test_linear,
+    test_linear_add,
+    test_qkv,
+    test_rows,
+)
 from tests.kernels.test_compile import needs_nvrtc
 
 # Forms of rows that have a fast variant.
@@ -40,7 +49,7 @@ def cut(request, monkeypatch):
     return request.param
 
 
-# ---- bits ----------------------------------------------------------------------------------------------------------
+# ---- bits --------------------------------------------------------------------------------------------------
 
 
 def rows_alone(ops, name, case, sizes, rows):
@@ -91,6 +100,8 @@ def test_every_order_of_blocks_warps_and_lanes_gives_the_same_bits(ops, rng, cut
 @pytest.mark.parametrize("cut", CUTS, indirect=True, ids=str)
 @pytest.mark.parametrize("T", [3, 16, 27])
 def test_every_cut_is_right(ops, rng, cut, T):
+    case = test_linear.make(ops, rng, T, 123, 700, "bf16", True)
+    fast_check(ops, "linear", case, test_linear.terms_of(case), C)
     case = test_linear_add.make(ops, rng, T, 123, 700, "bf16", True)
     fast_check(ops, "linear_add", case, test_linear_add.terms_of(case), C)
     case = test_gate_up.make(ops, rng, T, 330, 77, "bf16")
@@ -123,13 +134,14 @@ def test_bits_do_not_depend_on_who_ends_a_tile(ops, rng, name, monkeypatch):
         test_rows.compare(name, found[0], found[-1], list(range(19)), str(how))
 
 
-# ---- dependent launch ------------------------------------------------------------------------------------------------
+# ---- dependent launch --------------------------------------------------------------------------------------
 
 
 @on_gpu_backends
 @pytest.mark.parametrize("cut", [CUTS[1], CUTS[-1]], indirect=True, ids=str)
 def test_dependent_launches_read_nothing_too_early(ops, rng, cut, monkeypatch):
-    """A chain of kernels that share the workspace; the emulator poisons what the predecessor wrote until the wait."""
+    """A chain of kernels that share the workspace; the emulator poisons what the predecessor wrote until the
+    wait."""
     T, D, H, G, K, F, V, S = 5, 96, 3, 1, 32, 80, 70, 12
     make = Make(rng, "bf16")
     shapes = {"q": (H * K, D), "kv": (2 * G * K, D), "o": (D, H * K), "gate_up": (2 * F, D), "down": (D, F)}
@@ -138,7 +150,12 @@ def test_dependent_launches_read_nothing_too_early(ops, rng, cut, monkeypatch):
         for name, shape in (shapes | {"head": (V, D)}).items()
     }
     cos, sin = make.tables(S, K // 2)
-    host = {"x": make.a(T, D), "taps": np.zeros((T, D), np.uint16), "h": np.zeros((T, F), np.uint16)}
+    host = {
+        "x": make.a(T, D),
+        "taps": np.zeros((T, D), np.uint16),
+        "h": np.zeros((T, F), np.uint16),
+        "y": np.zeros((T, D), np.uint16),
+    }
     host |= {name: np.zeros((1, G, S, K), np.uint16) for name in ("cache_k", "cache_v")}
     host |= {"q": np.zeros((T, H, K), np.uint16), "norm": make.v(D, around=1), "cos": cos, "sin": sin}
     host |= {"slot": np.zeros(T, np.int32), "pos": np.arange(T, dtype=np.int32), "ids": np.zeros(T, np.int32)}
@@ -165,6 +182,7 @@ def test_dependent_launches_read_nothing_too_early(ops, rng, cut, monkeypatch):
             ops.linear_add(b["q"].reshape(T, -1), w["o"], None, None, 0, b["x"], None, b["work"])
             ops.gate_up(b["x"], b["norm"], 1e-6, w["gate_up"], b["work"], b["h"])
             ops.linear_add(b["h"], w["down"], None, b["pos"], 0, b["x"], b["taps"], b["work"])
+            ops.linear(b["h"], w["down"], None, b["work"], b["y"])
             ops.head(b["x"], b["pos"], b["norm"], 1e-6, w["head"], V, b["ids"], b["work"])
         return {name: ops.download(value) for name, value in b.items() if name != "work"}
 
@@ -175,7 +193,7 @@ def test_dependent_launches_read_nothing_too_early(ops, rng, cut, monkeypatch):
         assert_same_bits(value, want[what], what)
 
 
-# ---- what is compiled --------------------------------------------------------------------------------------------------
+# ---- what is compiled --------------------------------------------------------------------------------------
 
 
 COMPILED = split.Split(4, 2, 8), split.Split(2, 1, 16, 1, 4, 4, True)
@@ -213,7 +231,7 @@ def test_kernels_keep_to_registers_and_stream(name, others, arch, tmp_path):
         assert_instructions(kernels[f"{name}_fast"], wanted)
 
 
-# ---- cuts ------------------------------------------------------------------------------------------------------------
+# ---- cuts --------------------------------------------------------------------------------------------------
 
 
 SIZES = [
@@ -255,7 +273,8 @@ def test_a_card_is_kept_busy(monkeypatch):
 # The kernel of each measured product: a shape is measured for one row of one model.
 MEASURED = {
     "qkv": [(6144, 4096), (6144, 2560), (960, 576)],
-    "linear_add": [(4096, 4096), (4096, 12288), (2560, 4096), (2560, 9728), (4096, 14336), (576, 576), (576, 1536)],
+    "linear_add": [(4096, 4096), (4096, 12288), (2560, 4096), (2560, 9728), (4096, 14336), (576, 576),
+                   (576, 1536)],
     "gate_up": [(24576, 4096), (19456, 2560), (28672, 4096), (3072, 576)],
     "head": [(151936, 4096), (128256, 4096), (151936, 2560), (49152, 576)],
     "fuse": [(4096, 20480), (2560, 12800), (576, 2304)],

@@ -17,7 +17,8 @@ def make(ops, rng, T, D, F, weights, scale=1.0):
 
 
 def terms_of(case):
-    """|d silu/dg| <= 1.1, so the gate's terms times |up|, the up's times |silu|, and the value's own roundings."""
+    """|d silu/dg| <= 1.1, so the gate's terms times |up|, the up's times |silu|,
+    and the value's own roundings."""
     y = normed(case["x"], case["norm"], EPS)
     T, F = len(y), case["w"].shape[0] // 2
     gate, up = (y @ case["w"].real.T).reshape(T, 2, F).swapaxes(0, 1)

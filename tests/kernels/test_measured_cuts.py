@@ -68,12 +68,14 @@ def test_a_line_says_where_it_was_measured(line, cuts):
         return
     found = json.loads(text)
     assert (found["card"], found["commit"]) == (line["card"], line["commit"])
-    tried = [one["cuts_at_16_rows_dependent_us"] for one in found["results"]
-             if (one["outputs"], one["cols"]) == (outputs, cols) and "cuts_at_16_rows_dependent_us" in one]  # fmt: skip
+    of_it = [one for one in found["results"] if (one["outputs"], one["cols"]) == (outputs, cols)]
+    what = "cuts_at_16_rows_dependent_us"
+    tried = [one[what] for one in of_it if what in one]
     assert min(tried[0], key=tried[0].get) == cuts.words(split.MEASURED[outputs, cols, sms])
 
 
 def test_what_is_read_is_what_is_chosen():
     """The file in its own words: a changed order of columns changes nothing."""
-    text = "sms,asked,early,cluster,finishers,ahead,chunks,warps,blocks,slices,K,N,source\n132,7,1,0,4,3,2,9,1,1,64,32,x\n"
+    names = "sms,asked,early,cluster,finishers,ahead,chunks,warps,blocks,slices,K,N,source"
+    text = f"{names}\n132,7,1,0,4,3,2,9,1,1,64,32,x\n"
     assert split.read(text) == {(32, 64, 132): split.Split(1, 1, 9, 2, 3, 4, False, True, 7)}

@@ -23,7 +23,8 @@ from tests.compare import assert_same_bits, real
 C = 16
 EPS = 1e-6
 N, S = 3, 29  # slots, cached rows
-# T, D, H, G, K, J: SmolLM2, Qwen3-0.6B, then awkward ones: G 5/1, K = 80, a head rotated in part, rows past 16
+# T, D, H, G, K, J: SmolLM2, Qwen3-0.6B, then awkward ones: G 5/1, K = 80, a head rotated in part,
+# rows past 16
 SHAPES = [(1, 576, 9, 3, 64, 32), (16, 512, 8, 4, 128, 64), (5, 123, 5, 1, 24, 12), (17, 40, 3, 3, 80, 40),
           (3, 37, 4, 2, 24, 5), (64, 48, 2, 1, 16, 8)]  # fmt: skip
 

@@ -1,7 +1,8 @@
 """The emulator's check for races in shared memory: it finds planted ones, and none in the kernels.
 
-Each run is a process with MINIDFLASH_RACES=1, for which kernels are built anew. What it takes for order: barriers,
-__syncwarp, mbarriers, cluster barriers, atomics and counters; not shuffles (kernels/emulate/races.cpp).
+Each run is a process with MINIDFLASH_RACES=1, for which kernels are built anew. What it takes for order:
+barriers, __syncwarp, mbarriers, cluster barriers, atomics and counters;
+not shuffles (kernels/emulate/races.cpp).
 """
 
 import os
@@ -20,13 +21,16 @@ PLANTED = {
     "neighbour": ((64, 1, [0]), (64, 1, [1])), "lanes": ((32, 1, [0]), (32, 1, [1])),
     "hand_over": ((64, 1, [0, 1]), (64, 1, [1, 1])), "across": ((32, 2, [0]), (32, 2, [1])),
 }  # fmt: skip
-# Some tests of the files whose kernels meet in shared memory. 16 rows of every cut: who waits for whom is the cut's, and
-# test_fast_gemm has other numbers of rows.
+# Some tests of the files whose kernels meet in shared memory. 16 rows of every cut: who waits for whom is the
+# cut's, and test_fast_gemm has other numbers of rows.
 CHECKED = {
-    "test_fast_gemm": "emulate and not 4096", "test_fast_bits": "emulate and every_cut" + " and 16-Split" * (not FULL),
-    "test_fast_attend": "emulate and (many_pieces and 2040 or slots or later_row)", "test_fast_prefill": "emulate and not long",
-    "test_sample": "emulate-f32 and matches_oracle and 17-40-77", "test_plain": "emulate", "test_head": "emulate",
-    "test_sinks": "emulate and (joins_once and 2040 or later_row)",
+    "test_fast_gemm": "emulate and not 4096",
+    "test_fast_bits": "emulate and every_cut" + " and 16-Split" * (not FULL),
+    "test_fast_attend": "emulate and (many_pieces and 2040 or slots or later_row)",
+    "test_fast_prefill": "emulate and not long",
+    "test_fast_experts": "emulate and (every_cut and bf16-emulate-bf16 or route_matches and (20-300 or 5-7))",
+    "test_sample": "emulate-f32 and matches_oracle and 17-40-77", "test_plain": "emulate",
+    "test_head": "emulate", "test_sinks": "emulate and (joins_once and 2040 or later_row)",
 }  # fmt: skip
 
 

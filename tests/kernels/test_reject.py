@@ -1,4 +1,5 @@
-"""propose and reject: drafts drawn from the drafter's law, kept by rejection sampling; what comes out has the target's law."""
+"""propose and reject: drafts drawn from the drafter's law, kept by rejection sampling;
+what comes out has the target's law."""
 
 import numpy as np
 import pytest
@@ -57,8 +58,8 @@ def random_case(ops, rng, slots, width, block, D, V, limit=None, **law):
     shared = {"norm": make.v(D, around=1), "eps": EPS, "w": make.w(V, D), "limit": limit}
     rows = np.arange(T, dtype=np.int32)
     case = {
-        "x": make.a(T, D), "pick": rows[rows % block > 0], "slot": rows // block, "pos": 40 + rows % block, **shared,
-        "ids": np.full(T, JUNK["i32"], np.int32), "mass": np.full((T, V), 7, np.float32),
+        "x": make.a(T, D), "pick": rows[rows % block > 0], "slot": rows // block, "pos": 40 + rows % block,
+        **shared, "ids": np.full(T, JUNK["i32"], np.int32), "mass": np.full((T, V), 7, np.float32),
     }  # fmt: skip
     case = asked(case, slots, **law)
     drafted = truth("propose", case)
@@ -66,7 +67,8 @@ def random_case(ops, rng, slots, width, block, D, V, limit=None, **law):
     where[(slots - 1) * width :] = -1 if slots > 2 else where[(slots - 1) * width :]
     return case, asked(
         {
-            "x": make.a(slots * width, D), "pos": where, **shared, "drafts": drafted["ids"].reshape(slots, block),
+            "x": make.a(slots * width, D), "pos": where, **shared,
+            "drafts": drafted["ids"].reshape(slots, block),
             "mass": drafted["mass"].reshape(slots, block, V).astype(np.float32),
             "ids": np.full(slots * width, JUNK["i32"], np.int32),
             "logprob": np.full((slots * width, 2), 7, np.float32),
@@ -75,7 +77,8 @@ def random_case(ops, rng, slots, width, block, D, V, limit=None, **law):
 
 
 @pytest.mark.parametrize("law", FILTERS, ids=str)
-@pytest.mark.parametrize("slots, width, block, D, V, limit", [(3, 4, 5, 40, 77, 70), (1, 16, 16, 24, 700, 700), (4, 1, 1, 8, 9, 9)])  # fmt: skip
+@pytest.mark.parametrize("slots, width, block, D, V, limit",
+                         [(3, 4, 5, 40, 77, 70), (1, 16, 16, 24, 700, 700), (4, 1, 1, 8, 9, 9)])  # fmt: skip
 def test_both_match_the_oracle(ops, rng, slots, width, block, D, V, limit, law):
     for temperature in (0.3, 1.0, 1.7, 50.0):
         first, second = random_case(
@@ -162,14 +165,16 @@ def test_equal_laws_keep_every_draft_and_disjoint_ones_none(ops):
 
 @on_exact_logits
 def test_one_random_number_says_nothing_about_another(ops):
-    """Of one seed, sample and position: the draft, what replaces it, the draw without a draft; and of neighbours."""
+    """Of one seed, sample and position: the draft, what replaces it, the draw without a draft;
+    and of neighbours."""
     flat, slots = np.zeros(8), 512
     draft, _ = rounds(ops, flat, flat, slots, 3)
     behind = np.zeros((slots, 3, 8), np.float32)
     behind[:, :, 0] = 1  # every draft is 0, and 7 of 8 are replaced
     case = decision(ops, flat, slots, 3, np.zeros((slots, 3), np.int32), behind, start=2)
     replaced = run(ops, "reject", case)["ids"].reshape(slots, 3)
-    case = decision(ops, flat, slots * 3, 1, np.zeros((slots * 3, 1), np.int32), np.ones((slots * 3, 1, 8), np.float32))  # fmt: skip
+    case = decision(ops, flat, slots * 3, 1, np.zeros((slots * 3, 1), np.int32),
+                    np.ones((slots * 3, 1, 8), np.float32))  # fmt: skip
     case["key"] = np.repeat(keys(slots), 3, axis=0)
     case["pos"] = np.tile(np.arange(2, 5, dtype=np.int32), slots)
     drawn = run(ops, "reject", case)["ids"].reshape(slots, 3)

@@ -16,12 +16,14 @@ SHAPES = [(1, 128, 8, 512), (16, 32, 4, 96), (5, 7, 3, 123), (17, 5, 5, 24), (2,
 
 
 def make(ops, rng, T, E, U, D, weights="f32", bias=True, normalise=1, idle=()):
-    """(a case, the size that no argument shows). Rows in `idle` are inactive; three experts were touched before."""
+    """(a case, the size that no argument shows). Rows in `idle` are inactive;
+    three experts were touched before."""
     make = Make(rng, ops.activations, weights)
     pos = np.arange(3, T + 3, dtype=np.int32)
     pos[list(idle)] = -1
     return {
-        "x": make.a(T, D), "norm": make.v(D, around=1), "eps": EPS, "w": make.w(E, D), "bias": make.v(E) if bias else None,
+        "x": make.a(T, D), "norm": make.v(D, around=1), "eps": EPS, "w": make.w(E, D),
+        "bias": make.v(E) if bias else None,
         "normalise": normalise, "pos": pos, "touched": np.array([3], np.int32),
     }, {"U": U}  # fmt: skip
 
@@ -33,7 +35,8 @@ def logits_of(case, u):
 
 
 def misplaced(ids, logits, terms):
-    """How many tolerances the choice of a row is off: an expert before one with a larger logit, or in place of it."""
+    """How many tolerances the choice of a row is off: an expert before one with a larger logit,
+    or in place of it."""
     rest = np.setdiff1d(np.arange(len(logits)), ids)
     behind = [*logits[ids[1:]], *logits[rest].max(initial=-np.inf, keepdims=True)]
     return max(np.asarray(behind) - logits[ids]) / (C * EPS32 * terms.max())
@@ -48,7 +51,8 @@ def assert_grouped(got, E):
 
 
 def share_terms(share, terms):
-    """An error of d in the logits moves a share by 2 d of itself; its exponentials and its sum by a few ulp more."""
+    """An error of d in the logits moves a share by 2 d of itself; its exponentials and its sum by a few ulp
+    more."""
     return share * (2 * terms.max(-1, keepdims=True) + 4)
 
 
@@ -168,7 +172,8 @@ def test_sees_wrong_kernels(ops, rng):
         assert slip(ops, "route", case, change, bounds, C, **size) > 10, what
     ids = right["expert"]
     for what, chosen in {
-        "least likely": np.argsort(logits, 1)[:, :3], "another in the middle": np.stack([ids[:, 0], ids[:, 2], ids[:, 1]], 1),
+        "least likely": np.argsort(logits, 1)[:, :3],
+        "another in the middle": np.stack([ids[:, 0], ids[:, 2], ids[:, 1]], 1),
         "the next in place of the last": np.argsort(-logits, 1)[:, [0, 1, 3]],
     }.items():  # fmt: skip
         assert max(map(misplaced, chosen, logits, terms)) > 10, what

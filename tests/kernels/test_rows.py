@@ -1,4 +1,5 @@
-"""Row r of every kernel has the same bits whatever the number of rows, the other rows, and the threads (playbook 11).
+"""Row r of every kernel has the same bits whatever the number of rows, the other rows,
+and the threads (playbook 11).
 
 This is what makes drafted text equal plain text: verify runs the plain round's rows in wider company.
 """
@@ -41,6 +42,8 @@ def make(name, rng, activations, weights):
         where = {"slot": slot, "pos": pos, "begin": pos, "end": pos + 1}
         return {"q": make.a(T, H, K), **caches, **where, "window": 0, "causal": 1, "scale": K**-0.5,
                 "sinks": make.v(H)}, {}  # fmt: skip
+    if name == "linear":
+        return {"a": make.a(T, F), "w": make.w(D, F), "bias": make.v(D)}, {}
     if name == "linear_add":
         taps = {"tap_row": np.arange(T, dtype=np.int32), "tap_at": 3}
         rest = {"x": make.a(T, D), "taps": np.zeros((T, D + 7), kinds["A"])}
@@ -83,9 +86,11 @@ def make(name, rng, activations, weights):
     raise KeyError(name)
 
 
-# The rows of reject are a slot's, one behind the other: test_reject.py asks the same of them.
+# The rows of reject are a slot's, one behind the other, those of experts are grouped: their files ask the
+# same.
+OTHERS = "reject", "route", "experts_up", "experts_down"
 ROW_KERNELS = [
-    name for name, row in ROWS.items() if any(spec.type in "AW" for spec in row.args) and name != "reject"
+    name for name, row in ROWS.items() if any(spec.type in "AW" for spec in row.args) and name not in OTHERS
 ]
 
 # Other forms of a row: what optional arguments and kinds make of it. "ROW FORM" -> arguments.

@@ -13,7 +13,8 @@ EPS = 1e-6
 FILTERS = [{}, {"top_k": 1}, {"top_k": 7}, {"top_p": 0.9}, {"top_p": 1e-4}, {"min_p": 0.2}, {"min_p": 1.0},
            {"top_k": 20, "top_p": 0.8}, {"top_k": 5000, "top_p": 0.999, "min_p": 0.01}]  # fmt: skip
 
-# Draws from given logits: what comes in does not show in the law, so one type of activations is enough on slow backends.
+# Draws from given logits: what comes in does not show in the law, so one type of activations is enough on
+# slow backends.
 on_exact_logits = pytest.mark.parametrize(
     "ops",
     [p for p in parameters() if FULL or p.values[0] not in (("oracle", "bf16"), ("emulate", "bf16"))],

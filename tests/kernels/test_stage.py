@@ -10,7 +10,8 @@ B = 8
 
 def case_of(rng, N, done=None, fresh=None):
     return {
-        "anchor": rng.integers(0, 999, N).astype(np.int32), "start": rng.integers(0, 5000, N).astype(np.int32),
+        "anchor": rng.integers(0, 999, N).astype(np.int32),
+        "start": rng.integers(0, 5000, N).astype(np.int32),
         "fresh": np.zeros(N, np.int32) if fresh is None else np.array(fresh, np.int32),
         "done": np.zeros(N, np.int32) if done is None else np.array(done, np.int32),
         "fill": rng.integers(1000, 1999, (N, B)).astype(np.int32),

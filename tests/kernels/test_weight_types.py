@@ -1,4 +1,5 @@
-"""Weights keep the values that they are stored with: F16 widens exactly, parts of several types meet in one Weight."""
+"""Weights keep the values that they are stored with: F16 widens exactly,
+parts of several types meet in one Weight."""
 
 from types import SimpleNamespace
 
