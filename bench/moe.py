@@ -2,8 +2,8 @@
 
     python bench/moe.py [--shapes qwen3-coder-30b-a3b gpt-oss-20b gpt-oss-120b] [--context 2048] [--cap GB]
 
-Two routings: "random", rows of random tokens; "alike", all rows the same token, as benches with dummy weights have
-it. Distinct experts are counted on the device in every part; a floor is the bytes of dense weights, touched experts,
+Two routings: "random", rows of random tokens; "alike", all rows the same experts, as benches with dummy weights have
+it: the router's weights are zeros. Distinct experts are counted on the device in every part; a floor is the bytes of dense weights, touched experts,
 keys and head over the copy bandwidth of the same run. --cap: memory that the pool may take, with a context of 8192.
 Writes bench/results/NAME.json, or into $OUT.
 """
@@ -72,6 +72,9 @@ def measure(ops, shape, context, repeat, bandwidth, prompt):
     touched, layers = s.rows.experts.touched, len(target.layers)
     rng, found["parts"] = np.random.default_rng(3), []
     for routing in ("random", "alike"):
+        for layer in target.layers if routing == "alike" else ():
+            router = layer["router"].data  # all logits equal: the first ids, for every row
+            ops.upload(router, np.zeros(router.shape, router.dtype))
         target.ids = drafter.ids = 1 if routing == "alike" else SIZES[shape].V
         ids = rng.integers(0, SIZES[shape].V, (1, block)) if routing == "random" else np.zeros((1, block))
         for name, (fn, rows) in parts(engine, s).items():

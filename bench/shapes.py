@@ -29,6 +29,9 @@ class RandomTensor:
 
     def __init__(self, name, shape, rng):
         self.name, self.shape = name, shape
+        if "bias" in name or "sinks" in name:
+            self.array = np.zeros(shape, np.uint16)
+            return
         if len(shape) == 1:  # norms: ones
             self.array = np.full(shape, 0x3F80, np.uint16)
             return
