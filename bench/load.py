@@ -1,16 +1,19 @@
 """Loading: a sharded safetensors checkpoint of true Qwen3-8B shape from the page cache to packed device
 memory.
 
-    python bench/load.py [--rings WAY:MB:THREADS:BUFFERS ...] [--alone N] [--folder F] [--layers 36] [--name load-h100]
+    python bench/load.py [--rings WAY:MB:THREADS:BUFFERS ...] [--alone N] [--folder F] [--layers 36] [--name
+    load-h100]
 
-In one call: the rate of pinned memory to the device; of threads that read the files into such buffers, without a
-device; of the engine's own path (engine.build: read, copy, pack, allocation of both sides included). Rings take turns:
-the loop that files go through (kernels/gpu/staging.py: compiled, or Python's), its pieces, threads, and buffers of a
-thread. One load comes before, in which kernels are compiled. --alone: so many loads of each ring in processes of their
-own, from before the backend is opened: what a user waits for. With an H100 45 s at most, of which the files' writing
-takes 10, and 3 s more for each that is alone. Writes bench/results/NAME.json, or into $OUT. Both ways side by side:
+In one call: the rate of pinned memory to the device; of threads that read the files into such buffers,
+without a device; of the engine's own path (engine.build: read, copy, pack, allocation of both sides
+included). Rings take turns: the loop that files go through (kernels/gpu/staging.py: compiled, or Python's),
+its pieces, threads, and buffers of a thread. One load comes before, in which kernels are compiled. --alone:
+so many loads of each ring in processes of their own, from before the backend is opened: what a user waits
+for. With an H100 45 s at most, of which the files' writing takes 10, and 3 s more for each that is alone.
+Writes bench/results/NAME.json, or into $OUT. Both ways side by side:
 
-    python bench/load.py --rings compiled:4:12:2 python:{4,8,16}:12:2 python:8:16:2 --alone 3 --name load-ways-h200
+    python bench/load.py --rings compiled:4:12:2 python:{4,8,16}:12:2 python:8:16:2 --alone 3 --name
+    load-ways-h200
 """
 
 import argparse

@@ -1,11 +1,12 @@
-"""Targets with experts at true shape, random weights: plain, verify, draft and round, bytes as really touched.
+"""Targets with experts at true shape, random weights: plain, verify, draft and round, bytes as really
+touched.
 
     python bench/moe.py [--shapes qwen3-coder-30b-a3b gpt-oss-20b gpt-oss-120b] [--context 2048] [--cap GB]
 
-Two routings: "random", rows of random tokens; "alike", all rows the same experts, as benches with dummy weights have
-it: the router's weights are zeros. Distinct experts are counted on the device in every part; a floor is the bytes of dense weights, touched experts,
-keys and head over the copy bandwidth of the same run. --cap: memory that the pool may take, with a context of 8192.
-Writes bench/results/NAME.json, or into $OUT.
+Two routings: "random", rows of random tokens; "alike", all rows the same experts, as benches with dummy
+weights have it: the router's weights are zeros. Distinct experts are counted on the device in every part; a
+floor is the bytes of dense weights, touched experts, keys and head over the copy bandwidth of the same run.
+--cap: memory that the pool may take, with a context of 8192. Writes bench/results/NAME.json, or into $OUT.
 """
 
 import argparse

@@ -153,11 +153,11 @@ class CudaDevice:
     def launch(self, function, grid, block, shared, args, cluster=1, dependent=False, early=()):
         """Start a kernel in the device's stream; returns at once.
 
-        grid: blocks, an int or up to three. block, cluster: threads and blocks, ints. shared: dynamic bytes a block.
-        args: CuPy arrays or device addresses for pointers, numbers for scalars. dependent: may start while the launch
-        before it in the stream still runs; the kernel then calls griddep_wait. early: arrays of which it reads before
-        that what the launch before did not write; a matter of the emulator.
-        Errors: UserError for the card's limits, TypeError for arguments, RuntimeError with the driver's code.
+        grid: blocks, an int or up to three. block, cluster: threads and blocks, ints. shared: dynamic bytes a
+        block. args: CuPy arrays or device addresses for pointers, numbers for scalars. dependent: may start
+        while the launch before it in the stream still runs; the kernel then calls griddep_wait. early: arrays
+        of which it reads before that what the launch before did not write; a matter of the emulator. Errors:
+        UserError for the card's limits, TypeError for arguments, RuntimeError with the driver's code.
         """
         packed = source.pack(function.name, function.parameters, args, _address)
         self.enter()
@@ -175,7 +175,8 @@ class CudaDevice:
             )
 
     def _config(self, function, grid, block, shared, cluster, dependent):
-        """What the driver is told of a launch, once; the same launch takes a third of the time from then on."""
+        """What the driver is told of a launch, once; the same launch takes a third of the time from then
+        on."""
         driver = self.driver
         grid = source.grid_of(function.name, grid, cluster)
         self._allow(function, shared)

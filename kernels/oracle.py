@@ -125,7 +125,8 @@ def qkv(
 
 
 def attend(q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, sinks, work):
-    """o[t, h] = attention of query head h over the keys its row sees, GQA by consecutive heads. Returns (T, H, K)."""
+    """o[t, h] = attention of query head h over the keys its row sees, GQA by consecutive heads. Returns (T,
+    H, K)."""
     heads, (groups, room) = q.shape[1], cache_k.shape[1:3]
     o = np.zeros(q.shape)
     for t in range(len(q)):

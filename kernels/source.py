@@ -77,7 +77,8 @@ def kernel_names(text):
 def parameters(text, name):
     """The parameters of one kernel, in order.
 
-    text: the source. name: the kernel. Returns a tuple of Parameter. Errors: UserError for a kernel or a type that is not there.
+    text: the source. name: the kernel. Returns a tuple of Parameter. Errors: UserError for a kernel or a type
+    that is not there.
     """
     text = strip_comments(text)
     head = re.search(rf"__global__[^;{{}}]*?\b{re.escape(name)}\s*\(", text)
@@ -131,7 +132,8 @@ def pack(kernel, wanted, given, address):
 
 
 def grid_of(kernel, grid, cluster):
-    """A grid, an int (its x) or up to three, as three ints. Errors: UserError where clusters do not divide it."""
+    """A grid, an int (its x) or up to three, as three ints. Errors: UserError where clusters do not divide
+    it."""
     sizes = (grid,) if isinstance(grid, (int, np.integer)) else tuple(grid)
     sizes = tuple(int(size) for size in sizes) + (1,) * (3 - len(sizes))
     if len(sizes) != 3 or min(sizes) < 1:

@@ -18,8 +18,8 @@ class Started:
     """A round that was read. injected: context features it injected, None: it let them wait.
     cost: seconds of its work.
 
-    seconds: since the last one was read, or cost where that is more. experts: distinct ones that its verified rows went
-    through, a layer; None where the target has none.
+    seconds: since the last one was read, or cost where that is more. experts: distinct ones that its verified
+    rows went through, a layer; None where the target has none.
     """
 
     width: int

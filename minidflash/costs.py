@@ -1,7 +1,9 @@
-"""What a step must read at least: bytes of a plain step, a verify pass, a draft and a round, and when drafting pays.
+"""What a step must read at least: bytes of a plain step, a verify pass, a draft and a round, and when
+drafting pays.
 
-Counted from what is bound, before a weight is read. A row goes through few of a mixture's experts, several rows through
-more: as many as independent rows would touch is expected, what a run's rows did touch its rounds tell.
+Counted from what is bound, before a weight is read. A row goes through few of a mixture's experts, several
+rows through more: as many as independent rows would touch is expected, what a run's rows did touch its rounds
+tell.
 """
 
 from dataclasses import dataclass

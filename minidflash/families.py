@@ -8,10 +8,11 @@ from .stack import Experts
 
 @dataclass(frozen=True)
 class Family:
-    """architecture: as config.json names it. layer: (reader, facts of a layer, windows) -> facts that it adds.
+    """architecture: as config.json names it. layer: (reader, facts of a layer, windows) -> facts that it
+    adds.
 
-    fixed: keys that may be present with this value alone. free: keys of config_keys.FIXED that `layer` reads itself.
-    bias: whether attention has biases where the key is absent.
+    fixed: keys that may be present with this value alone. free: keys of config_keys.FIXED that `layer` reads
+    itself. bias: whether attention has biases where the key is absent.
     """
 
     architecture: str
@@ -77,7 +78,8 @@ def gpt_oss(reader, facts, windows):
 
 
 def mixture(reader, counts, uses):
-    """(how many experts there are, how many a row uses); of several spellings of a key all must say the same."""
+    """(how many experts there are, how many a row uses); of several spellings of a key all must say the
+    same."""
     found = []
     for fact, keys in (("experts", counts), ("experts used", uses)):
         said = {key: reader.config[key] for key in keys if reader.config.get(key) is not None}
@@ -113,8 +115,8 @@ def _is_mxfp4(reader):
 
 
 MOE_FIXED = {
-    "norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1, "shared_expert_intermediate_size": 0,
-    "qkv_bias": False, "use_qk_norm": True,
+    "norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1,
+    "shared_expert_intermediate_size": 0, "qkv_bias": False, "use_qk_norm": True,
 }  # fmt: skip
 TRAINING = {
     "router_aux_loss_coef",

@@ -23,8 +23,8 @@ def attention(ops, stack, layer, w, tables, rows, cache, work):
     )  # fmt: skip
     begin = rows.begin if layer.sees_block else rows.pos
     ops.attend(
-        q, cache.k, cache.v, rows.slot, rows.pos, begin, rows.end, layer.window, int(layer.causal), layer.scale,
-        w.get("sinks"), work, o,
+        q, cache.k, cache.v, rows.slot, rows.pos, begin, rows.end, layer.window, int(layer.causal),
+        layer.scale, w.get("sinks"), work, o,
     )  # fmt: skip
     ops.linear_add(wide(rows.o, layer.q_rows), w["o"], w.get("o_bias"), None, 0, rows.x, None, work)
 
@@ -42,13 +42,14 @@ def experts(ops, stack, layer, w, rows, work, taps, tap_at):
     e, r = layer.experts, rows.experts
     h = wide(rows.h, e.used, layer.ffn_width)
     ops.route(
-        rows.x, w["mlp_norm"], stack.eps, w["router"], w.get("router_bias"), int(e.normalise), rows.pos, r.touched,
-        work, r.u, r.expert, r.share, r.begin, r.order,
+        rows.x, w["mlp_norm"], stack.eps, w["router"], w.get("router_bias"), int(e.normalise), rows.pos,
+        r.touched, work, r.u, r.expert, r.share, r.begin, r.order,
     )  # fmt: skip
     ops.experts_up(r.u, w["experts_up"], w.get("up_bias"), *r.groups, e.act, e.limit, e.alpha, work, h)
     tap_row = rows.tap_row if taps is not None else None
     ops.experts_down(
-        h, w["experts_down"], w.get("down_bias"), r.expert, r.share, r.begin, r.order, tap_row, tap_at, rows.x, taps, work
+        h, w["experts_down"], w.get("down_bias"), r.expert, r.share, r.begin, r.order, tap_row, tap_at,
+        rows.x, taps, work,
     )  # fmt: skip
 
 

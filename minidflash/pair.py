@@ -60,9 +60,8 @@ def open_pair(
 
     target, drafter: folder, Hugging Face id, "default"; drafter None, False or "none": none; left out: the
     embedded one for the embedded target, else none. revision, drafter_revision: of a Hugging Face id.
-    progress: as load's. needs_weights: False: a folder with config.json alone will do; what its weights are is then
-    foretold.
-    Returns a Pair. Errors: UserError. Source: engine.md 4.
+    progress: as load's. needs_weights: False: a folder with config.json alone will do; what its weights are
+    is then foretold. Returns a Pair. Errors: UserError. Source: engine.md 4.
     """
     from minidflash.weights import names, open_checkpoint
 

@@ -13,8 +13,8 @@ from .rope import Rope
 class Experts:
     """The ffn of a layer as a mixture: a row goes through `used` of `count` experts of the layer's ffn_width.
 
-    normalise: shares are a softmax over the experts used, else over all. act, limit, alpha: as in the row experts_up
-    (table.py). bias: router and experts have one. layout: how files hold them (names.py).
+    normalise: shares are a softmax over the experts used, else over all. act, limit, alpha: as in the row
+    experts_up (table.py). bias: router and experts have one. layout: how files hold them (names.py).
     """
 
     count: int
@@ -32,10 +32,11 @@ class Layer:
     """One layer: x += mixer(x); x += ffn(x). mixer, ffn: names of functions in layers.py;
     the rest is what they need.
 
-    heads, kv_heads, head_size: of attention. window: keys a row sees, itself included; 0: all. causal: False where a
-    row also sees the rows behind it in its block. sees_block: a row sees its block's rows whatever the window. rope: which of the stack's ropes. scale: of q k^T. attention_bias:
-    q, k, v and o have one. qk_norm: q and k are normed, head by head. sinks: a logit a head that has no value joins the
-    softmax. ffn_width: inner width of the ffn. experts: of a mixture.
+    heads, kv_heads, head_size: of attention. window: keys a row sees, itself included; 0: all. causal: False
+    where a row also sees the rows behind it in its block. sees_block: a row sees its block's rows whatever
+    the window. rope: which of the stack's ropes. scale: of q k^T. attention_bias: q, k, v and o have one.
+    qk_norm: q and k are normed, head by head. sinks: a logit a head that has no value joins the softmax.
+    ffn_width: inner width of the ffn. experts: of a mixture.
     """
 
     heads: int

@@ -77,7 +77,8 @@ class ExpertRows:
 
 
 def make_expert_rows(ops, stack, count):
-    """ExpertRows for passes of up to `count` rows; None where no layer has experts. One kind of experts a stack."""
+    """ExpertRows for passes of up to `count` rows; None where no layer has experts. One kind of experts a
+    stack."""
     kinds = {(e.count, e.used) for e in stack.each("experts") if e}
     if not kinds:
         return None

@@ -1,4 +1,5 @@
-"""config.json of published checkpoints, as far as their pages state it; models.md 3, 4 and 9, dflash.md 2.2."""
+"""config.json of published checkpoints, as far as their pages state it; models.md 3, 4 and 9, dflash.md
+2.2."""
 
 CODER = {
     "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "decoder_sparse_step": 1,

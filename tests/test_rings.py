@@ -101,7 +101,8 @@ def test_attention_on_a_ring_has_the_bits_of_a_whole_cache(ops, rng, size, windo
     whole = {name: make.a(1, groups, total, size) for name in ("cache_k", "cache_v")}
     for start in (room - 3, room, 2 * room + room // 2, 3 * room - BLOCK):
         pos = start + np.arange(BLOCK, dtype=np.int32)
-        case = {"q": make.a(BLOCK, heads, size), **whole, "slot": np.zeros(BLOCK, np.int32), "pos": pos, "begin": pos,
+        case = {"q": make.a(BLOCK, heads, size), **whole, "slot": np.zeros(BLOCK, np.int32), "pos": pos,
+                "begin": pos,
                 "end": pos + 1, "window": window, "causal": 1, "scale": size**-0.5,
                 "sinks": make.v(heads) if has_sinks else None}  # fmt: skip
         ring = dict(case)

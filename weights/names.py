@@ -346,7 +346,8 @@ class Foretold:
 
 
 def foretell_target(config, tensors=None):
-    """Our name -> Bound of a target whose files are not here, in bf16 and, where config.json says so, MXFP4."""
+    """Our name -> Bound of a target whose files are not here, in bf16 and, where config.json says so,
+    MXFP4."""
     table = target_table(config)
     if not config.tied:
         table["head"] = matrix(HEAD, rows=config.vocab, cols=config.width)

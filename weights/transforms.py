@@ -1,7 +1,7 @@
 """How the tensors of a checkpoint make a weight: exact transforms by name, done when a backend reads a part.
 
-A transform takes Tensors and returns parts, which a backend stacks along rows: objects with dtype, shape, nbytes, array
-and drop() as a Tensor has them; those of MXFP4 also have scales. Source: models.md 3, 4.
+A transform takes Tensors and returns parts, which a backend stacks along rows: objects with dtype, shape,
+nbytes, array and drop() as a Tensor has them; those of MXFP4 also have scales. Source: models.md 3, 4.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,8 @@ NAN_SCALE = 255  # of MXFP4: it stands for no number
 
 @dataclass(frozen=True)
 class Part:
-    """Rows (rows, cols) of one expert, or of all a vector's numbers, made of a tensor whenever they are asked for."""
+    """Rows (rows, cols) of one expert, or of all a vector's numbers, made of a tensor whenever they are asked
+    for."""
 
     tensor: Any
     shape: tuple
@@ -123,5 +124,6 @@ def blocks_apart(tensors):
 
 TRANSFORMS = {
     "stack": stack, "transpose": transpose, "transpose, de-interleave": transpose_apart,
-    "de-interleave": columns_apart, "blocks and scales": blocks, "blocks and scales, de-interleave": blocks_apart,
+    "de-interleave": columns_apart, "blocks and scales": blocks,
+    "blocks and scales, de-interleave": blocks_apart,
 }  # fmt: skip

@@ -39,7 +39,8 @@ def _weighted_values(cache_v, v_at, size, count, work, p_at, out_at):
 
 @jit
 def _with_sink(total, top, sink):
-    """One over a row's sum of e^(score - top) with its sink in it, times what brings all of it to the new maximum."""
+    """One over a row's sum of e^(score - top) with its sink in it, times what brings all of it to the new
+    maximum."""
     best = sink if sink > top else top
     # exp ends at 1e-38, and a sum of values times that is not the zero that is meant
     keep = F(0.0) if top - best < F(-87.3) else exp(top - best)
@@ -95,8 +96,10 @@ def _run(q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, sink
                     o[t, h, i] = 0
             else:
                 at = np.int64(thread) * room
-                _attend_head(t, h, q, cache_k, cache_v, np.int64(slot[t]), np.int64(pos[t]), np.int64(begin[t]),
-                             np.int64(end[t]), window, causal, scale, sinks, ones, work, at, o)  # fmt: skip
+                _attend_head(
+                    t, h, q, cache_k, cache_v, np.int64(slot[t]), np.int64(pos[t]), np.int64(begin[t]),
+                    np.int64(end[t]), window, causal, scale, sinks, ones, work, at, o,
+                )  # fmt: skip
 
 
 def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, sinks, work, o):

@@ -54,8 +54,8 @@ class Shape:
         return min(pieces, COUNTERS // (32 * self.groups)) * self.group
 
 
-def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, sinks, work, o, waits=True,
-           early=True, **tuning):  # fmt: skip
+def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, sinks, work, o,
+           waits=True, early=True, **tuning):  # fmt: skip
     """Row `attend` of the table; None declines. waits: blocks may wait for each other. early: old keys may be
     asked for before the kernel ahead has ended. tuning: of `Shape`.
     """
@@ -82,8 +82,9 @@ def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, 
         total = len(part[0])
         grid = groups, -(-total // shape.group), shape.units
         args = [
-            part[0], cache_k, cache_v, *part[1:], window, causal, scale, sinks, work, o[here], total, heads, groups,
-            cached, shape.ratio, shape.group, shape.splits, shape.units, math.prod(grid) <= held, bool(early),
+            part[0], cache_k, cache_v, *part[1:], window, causal, scale, sinks, work, o[here], total, heads,
+            groups, cached, shape.ratio, shape.group, shape.splits, shape.units, math.prod(grid) <= held,
+            bool(early),
         ]  # fmt: skip
         backend.launch(
             "attend_fast.cu", "attend_fast", grid, THREADS, shape.shared, args, shape.defines,

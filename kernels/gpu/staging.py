@@ -161,8 +161,8 @@ class Ring:
             self._buffers.append((self._first + i, view, device.do(device.driver.cuEventCreate(2))))
         pairs = [(address, event) for address, _, event in self._buffers]
         self._state = pump.state_of(device, stream, PIECE, pairs) if IS_COMPILED else None
-        # Filled here and then pinned: what the driver allocates it fills for one thread after the other (48 ms for all, 14
-        # this way). Last, so that nothing stays pinned after an error.
+        # Filled here and then pinned: what the driver allocates it fills for one thread after the other (48
+        # ms for all, 14 this way). Last, so that nothing stays pinned after an error.
         ctypes.memset(self._first, 0, size)
         device.do(device.driver.cuMemHostRegister(self._first, size, 0))
 

@@ -166,7 +166,8 @@ def lines(found):
     memory = found["memory"]
     yield ""
     yield (
-        f"memory needed at a context of {memory['ctx']} positions on {memory['backend']}, {memory['activations']}"
+        f"memory needed at a context of {memory['ctx']} positions on {memory['backend']}, "
+        f"{memory['activations']}"
     )
     for name, size in memory["bytes"].items():
         parts = ", ".join(f"{part} {amount(one)}" for part, one in memory["weights"].items())
@@ -178,7 +179,7 @@ def lines(found):
 def _cost_lines(cost):
     """What a step reads at least, and how long that takes on the cards known."""
     yield ""
-    yield f"a step at a context of {cost['keys']} keys reads at least, and takes at the makers' bandwidth at least"
+    yield f"at a context of {cost['keys']} keys a step reads at least, and takes at the makers' bandwidth"
     for step in cost["steps"]:
         times = ", ".join(f"{card} {ms:.2f} ms" for card, ms in step["ms"].items())
         experts = "" if step["experts"] is None else f"; {step['experts']:.1f} experts a layer expected"

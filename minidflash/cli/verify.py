@@ -11,8 +11,8 @@ from .bench import read_prompts
 from .generate import open_engine
 from .terminal import write, write_lines
 
-SIZES = {"T": 5, "N": 1, "D": 48, "H": 4, "G": 2, "K": 16, "F": 40, "V": 37, "C": 96, "S": 24, "P": 32, "J": 8,
-         "B": 5, "L": 2, "R": 5, "M": 5, "X": 1, "E": 6, "U": 2}  # fmt: skip
+SIZES = {"T": 5, "N": 1, "D": 48, "H": 4, "G": 2, "K": 16, "F": 40, "V": 37, "C": 96, "S": 24, "P": 32,
+         "J": 8,         "B": 5, "L": 2, "R": 5, "M": 5, "X": 1, "E": 6, "U": 2}  # fmt: skip
 TOLERANCE = {"f32": 1e-4, "bf16": 2e-2}  # of the largest value of an array
 
 

@@ -281,8 +281,10 @@ def test_old_keys_are_asked_for_before_the_wait(ops, rng, monkeypatch):
 @pytest.mark.parametrize(
     "arch, wgmma", [(arch, False) for arch in compiler.ARCHES.values()] + [("sm_90a", True)]
 )
-@pytest.mark.parametrize("size, is_windowed, has_sinks", [(64, False, False), (128, False, False), (128, True, False),
-                                                          (64, False, True), (64, True, True), (128, True, True)])  # fmt: skip
+@pytest.mark.parametrize("size, is_windowed, has_sinks", [
+    (64, False, False), (128, False, False), (128, True, False), (64, False, True), (64, True, True),
+    (128, True, True),
+])  # fmt: skip
 def test_compiles_without_spills_and_two_blocks_fit(ops, arch, wgmma, size, is_windowed, has_sinks, tmp_path):
     """What the compiler adds for alignment counts: 256 bytes once halved the blocks of 16 rows."""
     shape = attend_fast.Shape(16, 32, 8, size, 1, 132, is_windowed, has_sinks, wgmma=wgmma)

@@ -32,7 +32,7 @@ def assert_ends(o, without, sinks):
     assert (real(o[:, sinks >= 1000]) == 0).all(), "a sink far above all scores"
 
 
-# ---- every variant -----------------------------------------------------------------------------------------------
+# ---- every variant -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("heads", [(9, 3, 64), (18, 2, 24), (9, 1, 128)], ids=str)
@@ -85,15 +85,17 @@ def test_sees_wrong_sinks(ops, rng):
 
     wrong = {
         "left out": {"sinks": None}, "scaled": {"sinks": sinks * np.float32(case["scale"])},
-        "counted twice": {"sinks": sinks + np.float32(np.log(2))}, "of the kv head": {"sinks": np.repeat(sinks[:2], 3)},
+        "counted twice": {"sinks": sinks + np.float32(np.log(2))},
+        "of the kv head": {"sinks": np.repeat(sinks[:2], 3)},
         "of the neighbour": {"sinks": np.roll(sinks, 1)}, "negated": {"sinks": -sinks},
-        "a power of two": {"sinks": sinks * np.float32(np.log(2))}, "not over the maximum": left_out_of_the_maximum,
+        "a power of two": {"sinks": sinks * np.float32(np.log(2))},
+        "not over the maximum": left_out_of_the_maximum,
     }  # fmt: skip
     for what, change in wrong.items():
         assert slip(ops, "attend", case, change, terms, C) > 10, what
 
 
-# ---- on tensor cores ---------------------------------------------------------------------------------------------
+# ---- on tensor cores ---------------------------------------------------------------------------------------
 
 GPT_OSS = (64, 8, 64)
 
@@ -117,7 +119,8 @@ def test_one_row_has_the_bits_of_many(ops, rng, variant, window):
 @FAST
 @pytest.mark.parametrize("context, rows, splits", [(2040, 16, 8), (6100, 4, 30)])
 def test_a_sink_joins_once_whatever_the_pieces(ops, rng, context, rows, splits):
-    """More pieces than a warp takes at a time; by all blocks or by the one that came last; in grids of every bucket."""
+    """More pieces than a warp takes at a time; by all blocks or by the one that came last; in grids of every
+    bucket."""
     case = with_sinks(test_fast_attend.make(rng, range(context, context + rows), (4, 1, 64)))
     case["sinks"] = np.array([-20, 0.5, 3, 6], np.float32)
     many = call(ops, case, splits=splits)
@@ -158,7 +161,8 @@ def gpt_oss(rng, rows, context, window):
     room = state.cache_rows(window, context + rows, max(rows, 256), attend_fast.LEAF)
     return {
         "q": make.a(rows, H, K), "cache_k": make.a(1, G, room, K), "cache_v": make.a(1, G, room, K),
-        "slot": np.zeros(rows, np.int32), "pos": pos, "begin": pos, "end": pos + 1, "window": window, "causal": 1,
+        "slot": np.zeros(rows, np.int32), "pos": pos, "begin": pos, "end": pos + 1,
+        "window": window, "causal": 1,
         "scale": K**-0.5, "sinks": (2 * rng.standard_normal(H)).astype(np.float32),
     }  # fmt: skip
 
@@ -174,7 +178,8 @@ def unrolled(case, rows):
 @pytest.mark.parametrize("rows", [1, 16, 32])
 @pytest.mark.parametrize("window", [0, 128])
 def test_gpt_oss_decodes_fast(ops, rng, rows, window):
-    """64 query heads, 8 of a kv head: eight rows fill a tile. Of the window's ring, 432 rows, the end is within."""
+    """64 query heads, 8 of a kv head: eight rows fill a tile. Of the window's ring, 432 rows, the end is
+    within."""
     case = gpt_oss(rng, rows, 850, window)
     assert case["cache_k"].shape[2] == (432 if window else 850 + rows)
     got = run(ops, "attend", case)["o"]
