@@ -1,15 +1,16 @@
 """Attention on a GPU, as a layer calls it: its cuts side by side at each context, and a prompt's rows.
 
     python bench/attend.py [--heads 32/8/128,9/3/64] [--rows 1,4,16] [--contexts 128,512,2048,8192,32768]
-        [--peers]
+        [--peers] [--sinks]
 
 A time is what a call adds to a graph in which calls and a small kernel that reads their output take turns,
 all with dependent launch, each call on another cache of those that together fill 150 MB: the median over
 replays, less that of the small kernels alone. Rows see `context` keys and those of their block before them. A
 prompt's rows are timed at the end of 2,048 positions. Errors are against float64 on the same bits. --peers:
 scaled_dot_product_attention without a mask, query heads of a kv head folded into its rows or not
-(enable_gqa). Writes bench/results/attend-CARD.json (into $OUT where that is set); tables come last.
-Needs torch.
+(enable_gqa). --sinks: one for every query head, as gpt-oss (64/8/64) has them; torch goes without. Writes
+bench/results/attend-CARD.json, with sinks attend-sinks-CARD.json (into $OUT where that is set); tables come
+last. Needs torch.
 """
 
 import argparse
@@ -53,7 +54,7 @@ def tuned(heads, rows, tuning, sms):
 class Case:
     """Rows at one context of one head layout, with caches that rotate."""
 
-    def __init__(self, backend, pool, heads, rows, context):
+    def __init__(self, backend, pool, heads, rows, context, has_sinks=False):
         import torch
 
         self.backend, self.heads, self.rows = backend, heads, rows
@@ -74,6 +75,7 @@ class Case:
         self.work = torch.zeros(COUNTERS + attend_fast.work_size(backend), device="cuda")
         self.norm = torch.ones(H * K, device="cuda")
         self.laid, self.scale = torch.zeros_like(self.q), torch.zeros(rows, device="cuda")
+        self.sinks = torch.randn(H, device="cuda") if has_sinks else None
         self.small_us = None
 
     def call(self, cache, tuning):
@@ -82,7 +84,8 @@ class Case:
         k, v, q, o, pos, slot, end, work = map(
             Buffer, (*cache, self.q, self.o, self.pos, self.slot, self.end, self.work)
         )
-        args = [q, k, v, slot, pos, pos, end, 0, 1, self.heads[2] ** -0.5, work, o]
+        sinks = None if self.sinks is None else Buffer(self.sinks)
+        args = [q, k, v, slot, pos, pos, end, 0, 1, self.heads[2] ** -0.5, sinks, work, o]
         assert attend_fast.attend(self.backend, *args, **tuning)
 
     def small(self):
@@ -155,7 +158,11 @@ class Case:
             q = self.q.view(self.rows, G, H // G, K)[:, g].double()
             scores = torch.einsum("thk,sk->ths", q, k) * K**-0.5
             unseen = torch.arange(self.room, device="cuda") > self.pos[:, None, None]
-            p = torch.softmax(scores.masked_fill(unseen, float("-inf")), -1)
+            scores = scores.masked_fill(unseen, float("-inf"))
+            if self.sinks is not None:  # a key more, which has no value
+                sink = self.sinks.double().view(G, H // G)[g].expand(self.rows, -1)
+                scores = torch.cat([scores, sink[..., None]], -1)
+            p = torch.softmax(scores, -1)[..., : self.room]
             want, terms = p @ v, p @ v.abs()
             got = self.o.view(self.rows, G, H // G, K)[:, g].double()
             worst = max(worst, float(((got - want).abs() / terms).nan_to_num(float("inf")).max()))
@@ -183,7 +190,7 @@ def compile_one(file, arch, defines):
     compiler.compile_cubin(source.find(file), arch, defines)
 
 
-def compile_all(arch, sms, layouts, rows_list):
+def compile_all(arch, sms, layouts, rows_list, has_sinks):
     """Every kernel into the disk cache, on all cores: one after the other they would take longer than the
     runs."""
     jobs = {}
@@ -191,7 +198,7 @@ def compile_all(arch, sms, layouts, rows_list):
         todo = [(rows, tuning) for rows in rows_list for tuning in VARIANTS.values()]
         for rows, tuning in [*todo, *((256, tuning) for tuning in PROMPT.values())]:
             how = {key: value for key, value in tuned(heads, rows, tuning, sms).items() if key != "waits"}
-            shape = attend_fast.Shape(rows, *heads, 1, sms, **how)
+            shape = attend_fast.Shape(rows, *heads, 1, sms, has_sinks=has_sinks, **how)
             defines = {key: str(value) for key, value in shape.defines.items()}
             jobs[str(defines)] = ("attend_fast.cu", arch, defines)
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
@@ -208,6 +215,7 @@ def main():
         "--seconds", type=float, default=90, help="the first two variants only, after this long"
     )
     parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--sinks", action="store_true")
     args = parser.parse_args()
     begun = time.perf_counter()
     import torch
@@ -216,7 +224,7 @@ def main():
     backend, name = Backend(), torch.cuda.get_device_name()
     layouts = [tuple(map(int, word.split("/"))) for word in args.heads.split(",")]
     rows_list = [int(rows) for rows in args.rows.split(",")]
-    compile_all(backend.device.arch, backend.sms, layouts, rows_list)
+    compile_all(backend.device.arch, backend.sms, layouts, rows_list, args.sinks)
     print(f"compiled after {time.perf_counter() - begun:.0f} s", flush=True)
     pool = torch.randn(160 * 2**20, device="cuda", dtype=torch.bfloat16)
     copy, results, table, sums = copy_gb_s(pool), [], [], {}
@@ -224,7 +232,7 @@ def main():
              for context in args.contexts.split(",") for rows in rows_list]  # fmt: skip
     cases += [(heads, rows, 2048 - rows, PROMPT) for heads in layouts for rows in (256, 1024, 2048)]
     for heads, rows, context, variants in cases:
-        case, tried = Case(backend, pool, heads, rows, context), {}
+        case, tried = Case(backend, pool, heads, rows, context, args.sinks), {}
         for what, tuning in variants.items():
             if len(tried) > 1 and time.perf_counter() - begun > args.seconds:
                 break
@@ -258,7 +266,7 @@ def main():
     advice = min(means, key=means.get)
     card = re.sub(r"\W+", "-", name).strip("-").lower()
     found = {"results": results, "over_best": means, "suggested": advice}
-    out = record.write(f"attend-{card}", found, card=name, copy_gb_s=copy)
+    out = record.write(f"attend-{'sinks-' * args.sinks}{card}", found, card=name, copy_gb_s=copy)
     print(f"\n{name}, copy {copy:.0f} GB/s; {out}; {time.perf_counter() - begun:.0f} s")
     print("\n".join(table))
     print(

@@ -20,8 +20,8 @@ def change(folder, **keys):
 
 
 @pytest.fixture
-def calls(tmp_path, monkeypatch):
-    """(engine, [(kernel, arguments by name) of a prompt and of a drafting round])."""
+def engine_calls(tmp_path, monkeypatch):
+    """(engine, function that returns [(kernel, arguments by name)] of a prompt and of a drafting round)."""
     from minidflash.kernels.table import ROWS
 
     target, draft = write_random(tmp_path, family="qwen3", windows=(KINDS, 9, None))
@@ -45,8 +45,19 @@ def calls(tmp_path, monkeypatch):
 
     for name in ROWS:
         monkeypatch.setattr(engine.ops.backend, name, watch(name, getattr(engine.ops.backend, name)))
-    list(md.stream(engine, [1, 2, 3], max_tokens=3, verify=4, block=4))
-    return engine, found
+
+    def watched():
+        list(md.stream(engine, [1, 2, 3], max_tokens=3, verify=4, block=4))
+        return found
+
+    return engine, watched
+
+
+@pytest.fixture
+def calls(engine_calls):
+    """The same, called."""
+    engine, watched = engine_calls
+    return engine, watched()
 
 
 def test_windows_and_causality_are_the_layers_own(calls):
@@ -61,6 +72,17 @@ def test_windows_and_causality_are_the_layers_own(calls):
     of_drafter = [(w, int(c)) for w, c in zip(drafter.each("window"), drafter.each("causal"), strict=True)]
     given = [(a["window"], a["causal"]) for name, a in found if name == "attend"]
     assert given[:9] == [*of_target, *of_drafter, *of_target]
+
+
+def test_sinks_are_the_layers_own(engine_calls):
+    """Where a layer has them: of no other layer, and of no other model."""
+    engine, watched = engine_calls
+    layers, ops = engine.target.layers, engine.ops
+    sinks = [ops.array((engine.target.config.layers[0].heads,), "f32") for _ in range(2)]
+    layers[0]["sinks"], layers[2]["sinks"] = sinks
+    given = [args["sinks"] for name, args in watched() if name == "attend"]
+    assert given[0] is given[6] is sinks[0] and given[2] is given[8] is sinks[1]
+    assert [g is None for g in given[:6]] == [False, True, False, True, True, True]
 
 
 def test_eps_and_tables_are_the_models_own(calls):

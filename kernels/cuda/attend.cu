@@ -1,7 +1,7 @@
 /* attend: o = softmax(scale q k^T) v over the keys a row sees, in chunks of 128 keys cut at absolute
  *         positions. A thread reads a key's K elements alone: its neighbours' lines are in L1 by then. Keys
  *         that are not seen are not read, so nothing is masked; a row's bits depend on its own keys only. A
- *         head's sink comes first: where a walk begins.
+ *         head's sink is in the maximum from the start and in the total at the end.
  * Grid:   (H, T), 128 threads: a thread a key of the chunk, then a thread a component; shared: K + 128
  *         floats.
  * Moves:  the cached K and V once a query head; bound by the walk over chunks, which nothing splits.
@@ -26,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(CHUNK)
     if (at < 0) first = last = 0;
     size_t head = ((size_t)(at < 0 ? 0 : slot[t]) * G + h / (H / G)) * S;
     for (int i = me; i < K; i += CHUNK) query[i] = to_f32(q[i]);
-    float top = sinks ? sinks[h] : -3.4e38f, total = sinks ? 1.f : 0.f, sum[MOST] = {};
+    float top = sinks ? sinks[h] : -3.4e38f, total = 0.f, sum[MOST] = {};
     for (int chunk = first / CHUNK * CHUNK; chunk < last; chunk += CHUNK) {
         int from = max(first - chunk, 0), to = min(last - chunk, CHUNK);
         const ACTIVATION *keys = cache_k + head * K, *values = cache_v + head * K;
@@ -54,6 +54,7 @@ extern "C" __global__ void __launch_bounds__(CHUNK)
         }
         top = best;
     }
+    if (sinks) total += expf(sinks[h] - top);
 #pragma unroll
     for (int c = 0; c < MOST; ++c)
         if (me + c * CHUNK < K) o[me + c * CHUNK] = from_f32<ACTIVATION>(last > first ? sum[c] / total : 0.f);

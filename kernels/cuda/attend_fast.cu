@@ -12,7 +12,7 @@
  * Source: Dao 2023 (FlashAttention-2), Shah et al. 2024 (3: wgmma), Flash-Decoding 2023; the cut at absolute
  *         keys: attend_pieces.cuh.
  * Truth:  oracle.py attend. */
-#include "attend_pieces.cuh"
+#include "attend_merge.cuh"
 
 /* o is A[T,H,HEAD]; group * (H/G) <= 64, group <= GROUP. splits: units a row is cut into at most, or one
  * more; 0: none. units: blocks of a group and kv head. work: COUNTERS, 32 of them a group and kv head, zero

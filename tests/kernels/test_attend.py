@@ -50,7 +50,7 @@ def weigh(case):
     best = np.maximum(np.where(seen, scores, -np.inf).max(-1, keepdims=True), sink)
     top = np.where(any_key, best, 0)
     p = np.where(seen, np.exp(np.where(seen, scores - top, 0)), 0)
-    rest = np.exp(np.where(any_key, sink - top, 0))
+    rest = np.exp(np.where(any_key, sink - top, -np.inf))
     total = np.where(any_key, p.sum(-1, keepdims=True) + rest, 1)
     p /= total
     slack = 2 + 2 * np.where(seen, size, 0).max(-1)  # an error of e in a score is one of e * p in p
