@@ -5,8 +5,7 @@ import numpy as np
 
 from . import oracle
 from .table import CLAMPED, GELU_TANH, SILU
-
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+from .weight import E2M1
 
 
 def mxfp4(blocks, scales):
@@ -17,7 +16,7 @@ def mxfp4(blocks, scales):
     """
     nibbles = np.stack([blocks & 15, blocks >> 4], -1).reshape(*scales.shape, 32)
     with np.errstate(over="ignore"):
-        values = np.ldexp(E2M1[nibbles], scales.astype(np.int32)[..., None] - 127)
+        values = np.ldexp(np.float32(E2M1)[nibbles], scales.astype(np.int32)[..., None] - 127)
     return values.reshape(len(blocks), -1)
 
 

@@ -2,8 +2,9 @@
 the yardstick of `kernels --bench`.
 
 Bytes are counted once each: weights as stored, arrays that are read or written for the rows of the call, of a
-cache only the rows that the call reads or writes. Peaks are the makers' datasheet numbers; what is reported
-as a fraction is always taken of the copy bandwidth measured in the same run.
+cache only the rows that the call reads or writes, of experts those with a pair. Peaks are the makers'
+datasheet numbers; what is reported as a fraction is always taken of the copy bandwidth measured in the same
+run.
 """
 
 from .table import ROWS
@@ -21,6 +22,9 @@ FUSED = {
     "attend": "q k^T -> softmax -> p v, keys split at absolute multiples of 128, merged in order",
     "linear_add": "product -> bias, residual -> tap",
     "gate_up": "norm -> gate, up -> SwiGLU",
+    "route": "norm -> router -> likeliest experts, shares -> groups",
+    "experts_up": "gather by expert -> gate, up -> bias, activation",
+    "experts_down": "product -> bias, share, sum over experts, residual -> tap",
     "head": "final norm -> head -> argmax, logits never stored",
     "sample": "final norm -> head | filters -> draw, logits in the workspace",
     "propose": "final norm -> head | filters -> draw, masses",
@@ -38,10 +42,14 @@ CACHES = ("cache_k", "cache_v")
 def traffic(name, args, context=0):
     """(bytes, flops) of a call at least. args: in table order. context: keys that a row of attend sees."""
     row, given = ROWS[name], dict(zip((a.name for a in ROWS[name].args), args, strict=True))
-    moved = flops = 0
+    moved, flops, experts = 0, 0, touched(name, args)
     for arg in row.args:
         value = given[arg.name]
-        if isinstance(value, Weight):
+        if experts and arg.dims and arg.dims[0] == "E" and value is not None:
+            moved += value.nbytes * experts // value.shape[0]
+            if isinstance(value, Weight):
+                flops += 2 * int(given["first"][-1]) * value.rows * value.cols
+        elif isinstance(value, Weight):
             rows = len(given["pick"]) if "pick" in given else _rows(given)
             is_gather = name == "embed"
             moved += rows * value.nbytes // value.rows if is_gather else value.nbytes
@@ -59,6 +67,12 @@ def traffic(name, args, context=0):
     elif name == "fuse":
         moved += given["taps"].nbytes
     return moved, flops
+
+
+def touched(name, args):
+    """How many experts a call of experts_up or experts_down has pairs of; 0 for other rows."""
+    groups = [v for arg, v in zip(ROWS[name].inputs, args, strict=False) if arg.name == "first"]
+    return int((groups[0][1:] > groups[0][:-1]).sum()) if groups else 0
 
 
 def _rows(given):

@@ -11,6 +11,9 @@ EXPERTS, EXPERT_PAIRS = "experts", "expert pairs"
 # in pairs. TABLE: rows are also looked up one by one. EXPERTS and EXPERT_PAIRS:
 # a matrix, or pairs, for each expert. VECTOR: f32, no Weight.
 ROLES = MATRIX, PAIRS, TABLE, EXPERTS, EXPERT_PAIRS, VECTOR
+E2M1 = tuple(
+    sign * size for sign in (1.0, -1.0) for size in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+)  # of a nibble
 BITS = {"f32": 32, "bf16": 16, "mxfp4": 4.25}  # a number, its share of a block's scale included
 
 
@@ -25,7 +28,8 @@ class Weight:
     where each expert has its own.
 
     dtype: a key of BITS, as stored. layout: "plain" (shape as it is) or "packed" ([rows/16][cols][16] on the
-    CPU; fragment order on a GPU). parts: the backend's arrays; of mxfp4 the blocks, then their scales.
+    CPU; fragment order on a GPU), "packed pairs" where gate and up rows take turns. parts: the backend's
+    arrays; of mxfp4 the blocks, then their scales.
     """
 
     shape: tuple

@@ -13,10 +13,10 @@ from minidflash.kernels.table import ROWS
 from minidflash.cli import main
 from minidflash.cli.kernels_bench import arguments
 
-SMALL = {"D": 64, "H": 4, "G": 2, "K": 16, "F": 96, "V": 208, "L": 2, "C": 192}
+SMALL = {"D": 64, "H": 4, "G": 2, "K": 16, "F": 96, "V": 208, "L": 2, "C": 192, "E": 6, "U": 2}
 
 PRODUCTS = ("qkv", "attend", "linear_add", "gate_up", "head", "sample", "propose", "reject", "head_logits",
-            "fuse", "inject")  # fmt: skip
+            "fuse", "inject", "route", "experts_up", "experts_down")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -36,6 +36,19 @@ def test_bytes_of_a_product_are_the_weights_and_the_rows():
     assert moved == weights + x + norm + h and flops == 2 * 5 * 2 * 96 * 64
 
 
+@pytest.mark.parametrize("kind, bits", [("bf16", 16), ("mxfp4", 4.25)])
+def test_bytes_of_experts_are_those_that_have_a_pair(kind, bits):
+    ops = open_ops("numba", threads=1)
+    for rows in (1, 2):
+        args = arguments(ops, ROWS["experts_up"], SMALL, rows, 40, experts=kind)
+        touched = len(set(args[3].reshape(-1)))
+        moved, flops = traffic("experts_up", args)
+        assert flops == 2 * 2 * rows * 2 * 96 * 64
+        integers, u, h = 4 * (2 * rows + 7 + 2 * rows), 4 * rows * 64, 4 * 2 * rows * 96
+        assert moved == touched * 2 * 96 * 64 * bits / 8 + integers + u + h
+        ops.experts_up(*args)
+
+
 def test_a_skinny_product_is_bound_by_memory_and_a_wide_one_by_arithmetic():
     ops = open_ops("numba", threads=1)
     for rows, what in ((16, "memory"), (4096, "arithmetic")):
@@ -52,6 +65,8 @@ def test_the_command_prints_a_row(capsys):
     assert "copy" in out
     assert main(["kernels", "stage", "--bench", "--shape", "nonsense"]) == 2
     assert "there are: " + ", ".join(SIZES) in capsys.readouterr().err
+    assert main(["kernels", "experts_up", "--bench", "--shape", "qwen3-8b"]) == 2
+    assert "qwen3-8b has no experts" in capsys.readouterr().err
 
 
 # Billions of parameters, counted from the architectures (models.md 9),

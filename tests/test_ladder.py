@@ -18,7 +18,7 @@ from minidflash.cli import ladder
 from minidflash.cli.kernels_bench import arguments
 
 ROOT = Path(__file__).resolve().parent.parent
-SMALL = {"D": 64, "H": 4, "G": 2, "K": 64, "F": 96, "V": 208, "L": 2, "C": 192, "E": 8, "U": 2}
+SMALL = {"D": 64, "H": 4, "G": 2, "K": 64, "F": 96, "V": 208, "L": 2, "C": 192, "E": 6, "U": 2}
 
 
 def told():

@@ -1,5 +1,5 @@
-"""The Numba backend: one file a row of the table (the integer rows share control.py), bf16 or f32 weights,
-f32 sums.
+"""The Numba backend: one file a row of the table (the integer rows share control.py), f32 sums;
+experts also in MXFP4.
 
 Kernels of one process run one at a time (`_LOCK`): Numba's default threading layer aborts when two Python
 threads enter it at once, and two engines on the same cores would not gain anyway.
@@ -16,9 +16,11 @@ from minidflash.errors import UserError
 from ..fork import started
 from ..host import HostBackend, aligned_zeros, widen
 from ..table import ROWS
-from ..weight import TILE, Weight
+from ..weight import EXPERT_PAIRS, TILE, Weight
 from . import sample, tiles
 from .attend import CHUNK
+from .experts import SCRATCH
+from .experts import pack as pack_experts
 
 _LOCK = threading.Lock()
 _FILES = {
@@ -75,6 +77,7 @@ class NumbaBackend(HostBackend):
         self.threads = threads or count
         self.none_f, self.none_i = np.zeros(0, np.float32), np.zeros(0, np.int32)
         self.none_pairs = np.zeros((0, 2), np.float32)
+        self.none_f2, self.none_b = np.zeros((0, 0), np.float32), np.zeros((0, 0, 0, 0), np.uint8)
         self.none_a = np.zeros((0, 0), self.array(0, "A").dtype)
         self.ones = np.ones(CHUNK, np.float32)
         for name in ROWS:
@@ -84,15 +87,23 @@ class NumbaBackend(HostBackend):
     def f(self, value):
         return self.none_f if value is None else value
 
+    def f2(self, value):
+        return self.none_f2 if value is None else value
+
     def i(self, value):
         return self.none_i if value is None else value
 
     def a2(self, value):
         return self.none_a if value is None else value
 
-    def weight(self, parts, role=""):
+    def weight(self, parts, role="", experts=0):
         """Packed `Weight` [rows/16][cols][16] from checkpoint tensors stacked along rows,
-        read once from the file."""
+        read once from the file.
+
+        experts: how many have as many of the rows each (0: one matrix); then as experts.py has it.
+        """
+        if experts:
+            return self._expert_weight(parts, role == EXPERT_PAIRS, experts)
         arrays = [widen(p).reshape(len(p.array), -1) for p in parts]
         rows, cols = sum(len(a) for a in arrays), arrays[0].shape[1]
         dtype = np.uint16 if all(a.dtype == np.uint16 for a in arrays) else np.float32
@@ -108,11 +119,38 @@ class NumbaBackend(HostBackend):
             part.drop()
         return Weight((rows, cols), "bf16" if dtype == np.uint16 else "f32", "packed", (data,))
 
+    def _expert_weight(self, parts, is_paired, experts):
+        rows, cols = sum(part.shape[0] for part in parts) // experts, parts[0].shape[1]
+        tiles = 2 * -(-(rows // 2) // TILE) if is_paired else -(-rows // TILE)
+        is_mxfp4 = all(part.dtype == "MXFP4" for part in parts)
+        if is_mxfp4:
+            pieces = [(_words(part.array), part.scales) for part in parts]
+        else:
+            arrays = [widen(part) for part in parts]
+            dtype = np.uint16 if all(a.dtype == np.uint16 for a in arrays) else np.float32
+            pieces = [(_as(a, dtype),) for a in arrays]
+        data = [aligned_zeros((experts, tiles, a.shape[1], TILE), a.dtype) for a in pieces[0]]
+        at = 0
+        with _LOCK:
+            for piece, part in zip(pieces, parts, strict=True):
+                for array, out in zip(piece, data, strict=True):
+                    pack_experts(array, at, rows, is_paired, out)
+                at += part.shape[0]
+        for part in parts:
+            part.drop()
+        kind = "mxfp4" if is_mxfp4 else "bf16" if data[0].dtype == np.uint16 else "f32"
+        return Weight((experts, rows, cols), kind, "packed pairs" if is_paired else "packed", tuple(data))
+
     def work_size(self, rows, cols, outputs):
         """Workspace elements (f32) for a kernel of `rows` token rows, `cols` inputs, `outputs` outputs."""
         whole = -(-rows // 16) * 16
-        share = max(CHUNK + 2 * cols, sample.scratch(outputs) + 4 * TILE)
+        share = max(CHUNK + 2 * cols, sample.scratch(outputs) + 4 * TILE, SCRATCH)
         return whole * (cols + outputs + 4 * TILE) + self.threads * share
+
+
+def _words(blocks):
+    """MXFP4 blocks u8 (rows, cols/32, 16) as u32 (rows, cols/8), 8 features each."""
+    return np.ascontiguousarray(blocks).reshape(len(blocks), -1).view(np.uint32)
 
 
 def _as(array, dtype):

@@ -22,10 +22,10 @@ def _weighted_values(cache_v, v_at, size, count, work, p_at, out_at):
     16 components its lanes."""
     i = 0
     while i + 64 <= size:
-        _1x4(cache_v, v_at + i, 16, size, work, p_at, count, work, out_at + i, 0)
+        _1x4(cache_v, v_at + i, 16, size, work, p_at, 1, count, work, out_at + i, 0)
         i += 64
     while i + 16 <= size:
-        _1x1(cache_v, v_at + i, 16, size, work, p_at, count, work, out_at + i, 0)
+        _1x1(cache_v, v_at + i, 16, size, work, p_at, 1, count, work, out_at + i, 0)
         i += 16
     flat = cache_v.reshape(-1)
     while i < size:

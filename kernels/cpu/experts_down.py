@@ -1,5 +1,72 @@
-"""experts_down: the Numba kernel is in a later commit."""
+"""experts_down: the experts' products, weighted and added to the row in router order.
+Moves: the touched experts' weights."""
+
+import numba
+import numpy as np
+
+from .experts import BLOCK, GROUP, SCRATCH, lay_pairs, multiply, parts_of
+from .jit import jit
+from .scalar import F, load, rounded
+from .vector import LANES
+
+
+@jit
+def _products(w, scales, order, first, e, tile, count, work, at, y_at, cols, width):
+    """work[y_at + r * width + d] of all pairs r of expert e, for the outputs d of tiles
+    tile..tile+count-1."""
+    start, d = np.int64(first[e]), tile * LANES
+    these = min(count * LANES, width - d)
+    while start < first[e + 1]:
+        n = min(BLOCK, first[e + 1] - start)
+        multiply(w, scales, e * w.shape[1] + tile, count, cols, work, start, n, at)
+        for i in range(n):
+            y, to = at + i * GROUP * LANES, y_at + np.int64(order[start + i]) * width + d
+            work[to : to + these] = work[y : y + these]
+        start += n
+
+
+@jit
+def _add_row(t, bias, expert, share, row, work, y_at, width, first, last):
+    """Outputs first..last-1 of one row: the sum over its experts in router order, then what was there."""
+    used = expert.shape[1]
+    for d in range(first, last):
+        total = F(0.0)
+        for k in range(used):
+            y = work[y_at + (t * used + k) * width + d]
+            if len(bias):
+                y += bias[expert[t, k], d]
+            total += share[t, k] * y
+        row[d] = rounded(load(row[d]) + total, row)
+
+
+@jit(parallel=True)
+def _run(h, w, scales, bias, expert, share, first, order, tap_row, tap_at, x, taps, work, threads):
+    (rows, width), cols, used = x.shape, h.shape[2], h.shape[1]
+    tiles, experts = w.shape[1], w.shape[0]
+    lay_pairs(h.reshape(rows * used, cols), 1, order, first, work, threads)
+    y_at = np.int64(first[experts]) * cols + BLOCK
+    scratch = y_at + rows * used * width
+    for thread in numba.prange(threads):
+        at, last = scratch + np.int64(thread) * SCRATCH, tiles * np.int64(thread + 1) // threads
+        tile = tiles * np.int64(thread) // threads
+        while tile < last:
+            count = min(GROUP, last - tile)
+            for e in range(experts):
+                _products(w, scales, order, first, e, tile, count, work, at, y_at, cols, width)
+            begin, end = tile * LANES, min((tile + count) * LANES, width)
+            for t in range(rows):
+                if expert[t, 0] >= 0:
+                    _add_row(t, bias, expert, share, x[t], work, y_at, width, begin, end)
+                    if len(tap_row) and tap_row[t] >= 0:
+                        taps[tap_row[t], tap_at + begin : tap_at + end] = x[t, begin:end]
+            tile += count
 
 
 def experts_down(backend, h, w, bias, expert, share, first, order, tap_row, tap_at, x, taps, work):
-    raise NotImplementedError
+    if taps is None:
+        tap_row = None
+    b, (weights, scales) = backend, parts_of(backend, w)
+    _run(
+        h, weights, scales, b.f2(bias), expert, share, first, order, b.i(tap_row), tap_at, x, b.a2(taps),
+        work, b.threads
+    )  # fmt: skip

@@ -1,5 +1,79 @@
-"""experts_up: the Numba kernel is in a later commit."""
+"""experts_up: gate and up of each row's experts, activated. Moves: the touched experts' weights."""
+
+import numba
+import numpy as np
+
+from ..table import CLAMPED, SILU
+from .experts import BLOCK, GROUP, SCRATCH, lay_pairs, multiply, parts_of
+from .jit import jit
+from .scalar import F, exp, rounded, silu
+from .vector import LANES
+
+
+@jit
+def _activate(gate, up, act, limit, alpha, row):
+    """row = gate and up of one pair, activated and rounded. A NaN passes every limit."""
+    if act == SILU:
+        for i in range(len(row)):
+            row[i] = rounded(silu(gate[i]) * up[i], row)
+    elif act == CLAMPED:
+        for i in range(len(row)):
+            g = limit if gate[i] > limit else gate[i]
+            v = limit if up[i] > limit else -limit if up[i] < -limit else up[i]
+            row[i] = rounded((v + F(1.0)) * (g / (F(1.0) + exp(-alpha * g))), row)
+    else:  # gelu_tanh: (1 + tanh(s)) / 2 is the sigmoid of 2 s
+        for i in range(len(row)):
+            g = gate[i]
+            s = F(1.5957691216057308) * (g + F(0.044715) * g * g * g)
+            row[i] = rounded(g / (F(1.0) + exp(-s)) * up[i], row)
+
+
+@jit
+def _piece(w, scales, bias, order, first, e, tile, count, act, limit, alpha, work, at, cols, h):
+    """Tiles tile..tile+count-1 of expert e, gate and up in turn, for all its pairs."""
+    used, ffn = h.shape[1], h.shape[2]
+    start = np.int64(first[e])
+    while start < first[e + 1]:
+        n = min(BLOCK, first[e + 1] - start)
+        multiply(w, scales, e * w.shape[1] + tile, count, cols, work, start, n, at)
+        for i in range(n):
+            r = order[start + i]
+            for j in range(0, count, 2):
+                f, y = (tile + j) // 2 * LANES, at + (i * GROUP + j) * LANES
+                width = min(LANES, ffn - f)
+                gate, up = work[y : y + width], work[y + LANES : y + LANES + width]
+                if len(bias):
+                    gate += bias[e, f : f + width]
+                    up += bias[e, ffn + f : ffn + f + width]
+                _activate(gate, up, act, limit, alpha, h[r // used, r % used, f : f + width])
+        start += n
+
+
+@jit(parallel=True)
+def _run(u, w, scales, bias, expert, first, order, act, limit, alpha, work, h, threads):
+    used, cols = h.shape[1], u.shape[1]
+    tiles, experts = w.shape[1], w.shape[0]
+    pieces = (tiles + GROUP - 1) // GROUP
+    lay_pairs(u, used, order, first, work, threads)
+    for thread in numba.prange(threads):
+        at, piece = np.int64(first[experts]) * cols + BLOCK + np.int64(thread) * SCRATCH, np.int64(thread)
+        for t in range(thread, len(u), threads):
+            if expert[t, 0] < 0:
+                h[t] = 0
+        for e in range(experts):
+            if first[e] == first[e + 1]:
+                continue
+            while piece < pieces:
+                tile = piece * GROUP
+                count = min(GROUP, tiles - tile)
+                _piece(w, scales, bias, order, first, e, tile, count, act, limit, alpha, work, at, cols, h)
+                piece += threads
+            piece -= pieces
 
 
 def experts_up(backend, u, w, bias, expert, first, order, act, limit, alpha, work, h):
-    raise NotImplementedError
+    b, (weights, scales) = backend, parts_of(backend, w)
+    _run(
+        u, weights, scales, b.f2(bias), expert, first, order, act, np.float32(limit), np.float32(alpha), work,
+        h, b.threads
+    )  # fmt: skip

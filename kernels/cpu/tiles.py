@@ -12,12 +12,16 @@ import numpy as np
 
 from .jit import jit
 from .scalar import F, load
-from .vector import make_tile_dot, row_dot
+from .vector import FEATURES, LANES, make_fp4_dot, make_tile_dot, row_dot
 
 _1x4, _1x1 = make_tile_dot(1, 4), make_tile_dot(1, 1)
 _4x4, _4x1 = make_tile_dot(4, 4), make_tile_dot(4, 1)
 _8x2, _8x1 = make_tile_dot(8, 2), make_tile_dot(8, 1)
 _16x1 = make_tile_dot(16, 1)
+_fp4_1x4, _fp4_1x1 = make_fp4_dot(1, 4), make_fp4_dot(1, 1)
+_fp4_4x4, _fp4_4x1 = make_fp4_dot(4, 4), make_fp4_dot(4, 1)
+_fp4_8x2, _fp4_8x1 = make_fp4_dot(8, 2), make_fp4_dot(8, 1)
+_fp4_16x1 = make_fp4_dot(16, 1)
 
 
 @jit(parallel=True)
@@ -34,6 +38,12 @@ def pack(weight, out):
 def tokens_per_block(rows):
     """How many token rows one pass over a weight tile serves."""
     return 1 if rows == 1 else 4 if rows <= 4 else 8 if rows <= 8 else 16
+
+
+@jit
+def tiles_per_group(m):
+    """How many tiles a block of m tokens takes at once: their sums fill the registers."""
+    return 4 if m <= 4 else 2 if m == 8 else 1
 
 
 @jit
@@ -95,26 +105,51 @@ def lay_tokens(x, pick, norm, eps, work, threads):
 
 
 @jit
-def _tile_group(w, tile, count, cols, work, x_at, m, y_at, ld):
-    """One block of m tokens times `count` tiles from `tile` on."""
+def tile_group(w, tile, count, cols, work, x_at, x_step, m, y_at, ld):
+    """One block of m tokens, x_step f32 from one k to the next, times `count` tiles (1, or what m allows)
+    from `tile` on."""
     at, stride = tile * cols * 16, cols * 16
     if m == 1:
         if count == 4:
-            _1x4(w, at, stride, 16, work, x_at, cols, work, y_at, ld)
+            _1x4(w, at, stride, 16, work, x_at, x_step, cols, work, y_at, ld)
         else:
-            _1x1(w, at, stride, 16, work, x_at, cols, work, y_at, ld)
+            _1x1(w, at, stride, 16, work, x_at, x_step, cols, work, y_at, ld)
     elif m == 4:
         if count == 4:
-            _4x4(w, at, stride, 16, work, x_at, cols, work, y_at, ld)
+            _4x4(w, at, stride, 16, work, x_at, x_step, cols, work, y_at, ld)
         else:
-            _4x1(w, at, stride, 16, work, x_at, cols, work, y_at, ld)
+            _4x1(w, at, stride, 16, work, x_at, x_step, cols, work, y_at, ld)
     elif m == 8:
         if count == 2:
-            _8x2(w, at, stride, 16, work, x_at, cols, work, y_at, ld)
+            _8x2(w, at, stride, 16, work, x_at, x_step, cols, work, y_at, ld)
         else:
-            _8x1(w, at, stride, 16, work, x_at, cols, work, y_at, ld)
+            _8x1(w, at, stride, 16, work, x_at, x_step, cols, work, y_at, ld)
     else:
-        _16x1(w, at, stride, 16, work, x_at, cols, work, y_at, ld)
+        _16x1(w, at, stride, 16, work, x_at, x_step, cols, work, y_at, ld)
+
+
+@jit
+def fp4_group(words, scales, tile, count, cols, work, x_at, x_step, m, y_at, ld):
+    """As tiles.tile_group."""
+    stride = cols // FEATURES * LANES
+    at = tile * stride
+    if m == 1:
+        if count == 4:
+            _fp4_1x4(words, scales, at, stride, work, x_at, x_step, cols, work, y_at, ld)
+        else:
+            _fp4_1x1(words, scales, at, stride, work, x_at, x_step, cols, work, y_at, ld)
+    elif m == 4:
+        if count == 4:
+            _fp4_4x4(words, scales, at, stride, work, x_at, x_step, cols, work, y_at, ld)
+        else:
+            _fp4_4x1(words, scales, at, stride, work, x_at, x_step, cols, work, y_at, ld)
+    elif m == 8:
+        if count == 2:
+            _fp4_8x2(words, scales, at, stride, work, x_at, x_step, cols, work, y_at, ld)
+        else:
+            _fp4_8x1(words, scales, at, stride, work, x_at, x_step, cols, work, y_at, ld)
+    else:
+        _fp4_16x1(words, scales, at, stride, work, x_at, x_step, cols, work, y_at, ld)
 
 
 @jit(parallel=True)
@@ -127,13 +162,12 @@ def matmul(w, rows, work, y_at, ld, threads):
     """
     tiles, cols = w.shape[0], w.shape[1]
     m = tokens_per_block(rows)
-    group = 4 if m <= 4 else 2 if m == 8 else 1
+    group = tiles_per_group(m)
     for thread in numba.prange(threads):
         tile, last = tiles * thread // threads, tiles * (thread + 1) // threads
         while tile < last:
             count = group if tile + group <= last else 1
             for block in range(rows // m):
-                _tile_group(
-                    w, tile, count, cols, work, block * cols * m, m, y_at + block * m * ld + tile * 16, ld
-                )
+                y = y_at + block * m * ld + tile * 16
+                tile_group(w, tile, count, cols, work, block * cols * m, m, m, y, ld)
             tile += count

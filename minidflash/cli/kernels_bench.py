@@ -12,6 +12,7 @@ from .terminal import write
 
 ROTATED = 128 << 20  # bytes of different weights between two uses of the same: more than any cache holds
 BLOCK = 16
+EXPERT_ROWS = "route", "experts_up", "experts_down"
 
 
 def bench_kernels(args):
@@ -22,13 +23,22 @@ def bench_kernels(args):
 
     if args.shape not in SIZES:
         raise UserError(f"no shape {args.shape!r}", "there are: " + ", ".join(SIZES))
+    sizes = SIZES[args.shape]
+    rows = [args.name] if args.name else list(ROWS)
+    if not sizes.E:
+        rows = [name for name in rows if name not in EXPERT_ROWS]
+        if not rows:
+            raise UserError(
+                f"shape {args.shape} has no experts",
+                "there are: " + ", ".join(n for n, s in SIZES.items() if s.E),
+            )
     ops = open_ops(args.backend, args.activations)
     copy = copy_bandwidth(ops)
     write(f"{ops.name}, {ops.activations}, shape {args.shape}, {args.rows} rows, context {args.context}; "
           f"copy {copy / 1e9:.1f} GB/s\n\n| row | fused | MB | us | GB/s | of copy "
           f"|\n|---|---|---|---|---|---|\n")  # fmt: skip
-    for name in [args.name] if args.name else ROWS:
-        moved, seconds, fused = measure(ops, name, SIZES[args.shape].dims, args.rows, args.context)
+    for name in rows:
+        moved, seconds, fused = measure(ops, name, sizes, args.rows, args.context)
         rate = moved / seconds
         write(
             f"| {name} | {fused} | {moved / 1e6:.2f} | {1e6 * seconds:.1f} | {rate / 1e9:.1f} | "
@@ -57,15 +67,20 @@ def copy_bandwidth(ops):
     return 2 * a.nbytes / median(times)
 
 
-def measure(ops, name, shape, rows, context, repeat=20):
+def measure(ops, name, sizes, rows, context, repeat=20):
     """(bytes, seconds a call, what is fused) of one row."""
-    from minidflash.kernels.roofline import FUSED, traffic
+    from minidflash.kernels.roofline import FUSED, touched, traffic
     from minidflash.kernels.table import ROWS
 
-    sets = [arguments(ops, ROWS[name], shape, rows, context)]
+    def make(like=None):
+        return arguments(ops, ROWS[name], sizes.dims, rows, context, like, sizes.experts)
+
+    sets = [make()]
     heavy = sum(v.nbytes for v in sets[0] if hasattr(v, "layout"))
+    if experts := touched(name, sets[0]):
+        heavy = heavy * experts // sizes.E
     while heavy and len(sets) * heavy < ROTATED and len(sets) < 64:
-        sets.append(arguments(ops, ROWS[name], shape, rows, context, sets[0]))
+        sets.append(make(sets[0]))
 
     def calls():
         for given in sets:
@@ -82,10 +97,14 @@ def measure(ops, name, shape, rows, context, repeat=20):
     return traffic(name, sets[0], context)[0], median(times), FUSED[name]
 
 
-def arguments(ops, row, shape, rows, context, like=None):
-    """Arguments of a row at true shape, random, in table order. like: reuse these but for the weights."""
+def arguments(ops, row, shape, rows, context, like=None, experts="bf16"):
+    """Arguments of a row at true shape, random, in table order.
+
+    like: reuse these but for the weights. experts: what theirs are stored as.
+    """
     from minidflash.kernels.ops import expected
-    from minidflash.kernels.table import role_of
+    from minidflash.kernels.oracle_moe import group
+    from minidflash.kernels.table import CLAMPED, SILU, role_of
 
     rng = np.random.default_rng(1)
     sizes = shape | {"T": rows, "N": 1, "M": rows, "S": context + max(rows, BLOCK), "R": BLOCK,
@@ -105,13 +124,26 @@ def arguments(ops, row, shape, rows, context, like=None):
     }  # fmt: skip
     if row.name == "embed":
         values["scale"] = 1.0
+    if row.name in EXPERT_ROWS:
+        E, U = sizes["E"], sizes["U"]
+        expert = np.stack([rng.permutation(E)[:U] for _ in range(rows)])
+        first, order = group(expert, E)
+        values |= {
+            "expert": expert, "first": first, "order": order, "share": 1 / U, "normalise": 1, "limit": 7.0,
+            "alpha": 1.702,
+            "act": CLAMPED if experts == "mxfp4" else SILU,
+        }  # fmt: skip
+        sizes["Z"] = ops.backend.work_size(
+            rows * U, max(sizes["D"], sizes["F"]), max(sizes["D"], 2 * sizes["F"], E)
+        )
     found = []
     for i, arg in enumerate(row.args):
         if arg.type == "W":
-            dims = tuple(expected(dim, sizes) for dim in arg.dims)
-            bits = (rng.integers(0, 2**16, dims, np.uint16) & 0x80FF) | 0x3C00
-            part = SimpleNamespace(array=bits, dtype="BF16", shape=dims, drop=lambda: None)
-            found.append(ops.weight([part], role_of(row.name, arg.name)))
+            count, (stacked, cols) = 0, (expected(dim, sizes) for dim in arg.dims[-2:])
+            if len(arg.dims) == 3:
+                count, stacked = sizes["E"], sizes["E"] * stacked
+            part = _part(rng, stacked, cols, experts if count else "bf16")
+            found.append(ops.weight([part], role_of(row.name, arg.name), count))
         elif like is not None:
             found.append(like[i])
         elif arg.dims is None:
@@ -121,6 +153,18 @@ def arguments(ops, row, shape, rows, context, like=None):
         else:
             found.append(_buffer(ops, arg, tuple(expected(dim, sizes) for dim in arg.dims), values, rng))
     return found
+
+
+def _part(rng, rows, cols, kind):
+    """A random checkpoint tensor, "bf16" or "mxfp4"."""
+    shape = {"shape": (rows, cols), "drop": lambda: None}
+    if kind == "mxfp4":
+        blocks, scales = (rows, cols // 32, 16), rng.integers(118, 122, (rows, cols // 32), np.uint8)
+        return SimpleNamespace(
+            array=rng.integers(0, 256, blocks, np.uint8), scales=scales, dtype="MXFP4", **shape
+        )
+    bits = (rng.integers(0, 2**16, (rows, cols), np.uint16) & 0x80FF) | 0x3C00
+    return SimpleNamespace(array=bits, dtype="BF16", **shape)
 
 
 def _buffer(ops, arg, dims, values, rng):

@@ -11,9 +11,8 @@ from .bench import read_prompts
 from .generate import open_engine
 from .terminal import write, write_lines
 
-SIZES = {"T": 5, "N": 1, "D": 48, "H": 4, "G": 2, "K": 16, "F": 40, "V": 37, "C": 96, "S": 24, "P": 32,
-         "J": 8, "B": 5,
-         "L": 2, "R": 5, "M": 5, "X": 1}  # fmt: skip
+SIZES = {"T": 5, "N": 1, "D": 48, "H": 4, "G": 2, "K": 16, "F": 40, "V": 37, "C": 96, "S": 24, "P": 32, "J": 8, "B": 5,
+         "L": 2, "R": 5, "M": 5, "X": 1, "E": 6, "U": 2}  # fmt: skip
 TOLERANCE = {"f32": 1e-4, "bf16": 2e-2}  # of the largest value of an array
 
 
@@ -116,11 +115,12 @@ def _real(array):
 def arguments(ops, row):
     """Argument name -> value for a row: the same numbers on every backend, addresses that are in range."""
     from minidflash.kernels.ops import expected
+    from minidflash.kernels.table import role_of
 
     rng = np.random.default_rng(sum(map(ord, row.name)))
     sizes = dict(SIZES)
     sizes["Z"] = ops.backend.work_size(sizes["T"], 256, 256)
-    special = _special(sizes)
+    special = _special(sizes) | ({"limit": 2.0} if row.name == "experts_up" else {})
     given = {}
     for arg in row.args:
         if arg.type != "W" and arg.dims is None:
@@ -129,8 +129,10 @@ def arguments(ops, row):
         shape = tuple(expected(dim, sizes) for dim in arg.dims)
         if arg.type == "W":
             bits = (rng.standard_normal(shape).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
-            part = SimpleNamespace(array=bits, dtype="BF16", shape=shape, drop=lambda: None)
-            given[arg.name] = ops.weight([part])
+            bits = bits.reshape(-1, shape[-1])
+            part = SimpleNamespace(array=bits, dtype="BF16", shape=bits.shape, drop=lambda: None)
+            of_experts = (role_of(row.name, arg.name), shape[0]) if len(shape) == 3 else ()
+            given[arg.name] = ops.weight([part], *of_experts)
             continue
         given[arg.name] = buffer = ops.array(shape, arg.type)
         if arg.name in special and arg.type == "f32":
@@ -147,7 +149,10 @@ def arguments(ops, row):
 
 def _special(sizes):
     """Values of scalars and of integer arguments, by name; every other integer argument is 0."""
-    rows = np.arange(sizes["T"])
+    from minidflash.kernels.oracle_moe import group
+
+    rows, expert = np.arange(sizes["T"]), np.array([0, 3, 3, 5, 1, 0, 5, 3, 4, 1])
+    first, order = group(expert, sizes["E"])
     return {
         "eps": 1e-6, "scale": 0.25, "window": 4, "causal": 1, "limit": sizes["V"] - 3, "tap_at": sizes["D"],
         "ids": rows, "pos": rows + 3, "at": rows + 3, "begin": rows + 3, "end": rows + 4,
@@ -156,4 +161,5 @@ def _special(sizes):
         "fresh": [2], "left": [9], "fill": [0, 21, 22, 23, 24],
         "key": [11, 0, 0, 9], "law": [0.8, 0.9, 0.02],
         "mass": [2.0**43, 2.0**40, 2.0**42],
+        "normalise": 1, "expert": expert, "first": first, "order": order, "act": 1, "alpha": 1.7,
     }  # fmt: skip

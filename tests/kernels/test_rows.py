@@ -83,9 +83,11 @@ def make(name, rng, activations, weights):
     raise KeyError(name)
 
 
-# The rows of reject are a slot's, one behind the other: test_reject.py asks the same of them.
+# The rows of reject are a slot's, one behind the other, and those of experts are grouped:
+# their files ask the same of them.
+OTHERS = "reject", "route", "experts_up", "experts_down"
 ROW_KERNELS = [
-    name for name, row in ROWS.items() if any(spec.type in "AW" for spec in row.args) and name != "reject"
+    name for name, row in ROWS.items() if any(spec.type in "AW" for spec in row.args) and name not in OTHERS
 ]
 
 # Other forms of a row: what optional arguments and kinds make of it. "ROW FORM" -> arguments.

@@ -1,0 +1,104 @@
+"""What experts_up and experts_down share: token rows gathered by expert, and an expert's tiles times them.
+
+Weights are [E][tile][K][16], of MXFP4 words [E][tile][K/8][16] and scales [E][tile][K/32][16]. Pair i of the
+groups is token i here: an expert's tokens are cut into blocks of 16, each laid out [K][n] for its n tokens,
+so that a tile is read once for a block, with the sums of tiles.py. Nothing else decides a row's bits.
+"""
+
+import numba
+import numpy as np
+from numba import types
+from numba.extending import overload
+
+from .jit import jit
+from .scalar import load
+from .tiles import fp4_group, tile_group, tiles_per_group, tokens_per_block
+from .vector import LANES
+
+BLOCK, GROUP = 16, 4  # tokens, tiles
+SCRATCH = BLOCK * GROUP * LANES  # f32 of a thread
+
+
+@jit(parallel=True)
+def pack(weight, at, rows, is_paired, out):
+    """Rows (n, K), the stacked rows of all experts from `at` on, to out[expert][tile][k][lane].
+    out is zeroed by the caller.
+
+    rows: of an expert. is_paired: an expert's second half goes with its first, tile by tile:
+    gate, up, gate, up...
+    """
+    half = rows // 2 if is_paired else rows
+    for n in numba.prange(len(weight)):
+        row = at + np.int64(n)
+        expert, row = row // rows, row % rows
+        tile, lane = row % half // LANES, row % half % LANES
+        if is_paired:
+            tile = 2 * tile + row // half
+        for k in range(weight.shape[1]):
+            out[expert, tile, k, lane] = weight[n, k]
+
+
+@jit
+def _lay_share(rows, divide, order, groups, work, first, last):
+    """Inputs first..last-1 of all pairs to their place."""
+    cols = rows.shape[1]
+    for e in range(len(groups) - 1):
+        start = np.int64(groups[e])
+        while start < groups[e + 1]:
+            n = min(BLOCK, groups[e + 1] - start)
+            for i in range(n):
+                row, at = rows[order[start + i] // divide, first:last], start * cols + first * n + i
+                out = work[at : at + (last - first - 1) * n + 1 : n]
+                for k in range(last - first):
+                    out[k] = load(row[k])
+            start += n
+
+
+@jit(parallel=True)
+def lay_pairs(rows, divide, order, groups, work, threads):
+    """The token row of every pair at the start of work, by expert: pair r has row r // divide.
+    groups: `first` of the table."""
+    cols = rows.shape[1]
+    if len(rows) == 1:
+        _lay_share(rows, divide, order, groups, work, 0, cols)
+    else:
+        for thread in numba.prange(threads):
+            first, last = cols * thread // threads, cols * (thread + 1) // threads
+            if first < last:
+                _lay_share(rows, divide, order, groups, work, first, last)
+
+
+def group_of(w, scales, tile, count, cols, work, x_at, x_step, m, y_at, ld):
+    """tile_group of a weight of any type."""
+    raise NotImplementedError("only inside compiled code")
+
+
+@overload(group_of)
+def _group_of(w, scales, tile, count, cols, work, x_at, x_step, m, y_at, ld):
+    if w.dtype == types.uint32:
+        return lambda w, scales, tile, count, cols, work, x_at, x_step, m, y_at, ld: fp4_group(
+            w, scales, tile, count, cols, work, x_at, x_step, m, y_at, ld
+        )
+    return lambda w, scales, tile, count, cols, work, x_at, x_step, m, y_at, ld: tile_group(
+        w, tile, count, cols, work, x_at, x_step, m, y_at, ld
+    )
+
+
+@jit
+def multiply(w, scales, tile, count, cols, work, start, n, y_at):
+    """Tiles tile..tile+count-1 (at most GROUP) times the block of n pairs from `start` on, to work[y_at:]:
+    [16][GROUP * 16].
+
+    tile: counted through all experts.
+    """
+    m, done, ld = tokens_per_block(n), 0, GROUP * LANES
+    most = tiles_per_group(m)
+    while done < count:
+        these = most if done + most <= count else 1
+        group_of(w, scales, tile + done, these, cols, work, start * cols, n, m, y_at + done * LANES, ld)
+        done += these
+
+
+def parts_of(backend, weight):
+    """(weights, scales) of a packed weight; none_b where it has no scales."""
+    return weight.parts if len(weight.parts) == 2 else (weight.data, backend.none_b)
