@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -40,7 +41,7 @@ PARTS = {
     "sampling": ["tests/test_sampling*.py"],
 }
 PAIR = "pair", "tau"
-FAULTS = "faults"  # of tests/faults, those that only a GPU shows
+FAULTS = "faults"  # of tests/faults, those that only a GPU shows and those of verify.toml
 BLOCKS, TOKENS = (16, 8, 4), 96
 
 
@@ -199,10 +200,13 @@ def tau_pair(count, tokens):
 
 
 def planted(jobs):
-    """Whether the tests catch every fault that only a GPU shows."""
+    """Whether the tests catch every fault that only a GPU shows, and `verify` those that it must name."""
     from tests.faults import plant
 
-    outcomes = plant.plant([fault for fault in plant.read() if fault.gpu], jobs=jobs)
+    faults = plant.read()
+    here = [f for f in faults if f.gpu]
+    here += [replace(f, tests=f.tests.replace("emulate", "cuda")) for f in faults if f.topic == "verify"]
+    outcomes = plant.plant(here, jobs=jobs)
     wrong = [f"{out.name}: {out.status}: {out.why}" for out in outcomes if out.status != "caught"]
     return {"runs": len(outcomes), "wrong": wrong}
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+RUN = 'bash -c "$tests" | tee "$told"'
 TESTS = """
 import pytest
 
@@ -74,4 +76,28 @@ def test_a_skip_fails_in_ci_and_only_there(where, tmp_path):
 def test_the_script_says_that_it_is_ci_before_its_tests():
     lines = (ROOT / ".ci" / "run").read_text().splitlines()
     exports = [n for n, line in enumerate(lines) if line.split("#")[0].strip() == "export CI=true"]
-    assert exports and exports[0] < lines.index('bash -c "$tests"')
+    assert exports and exports[0] < lines.index(RUN)
+
+
+def test_the_script_ends_with_lines_of_code_and_pytest_s_closing_line(tmp_path):
+    """Its last part, with tests of our own in a folder of our own; where they fail it ends there."""
+    script = (ROOT / ".ci" / "run").read_text()
+    assert script.count(RUN) == 1 and "set -euo pipefail" in script
+    last = script[script.index("told=") :]
+    (tmp_path / ".ci").symlink_to(ROOT / ".ci")
+    (tmp_path / "a.py").write_text("1\n2\n")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "c.cu").write_text("1\n2\n3\n")
+    (tmp_path / "b" / "not code.txt").write_text("1\n")
+    for words in (["init", "-q"], ["add", "a.py", "b"]):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    (tmp_path / "untracked.py").write_text("1\n")
+
+    def ended(tests):
+        command = ["bash", "-c", f"set -euo pipefail\ntests={shlex.quote(tests)}\n{last}"]
+        done = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True)
+        return done.returncode, [" ".join(line.split()) for line in done.stdout.splitlines()]
+
+    table = ["== lines of code", ". 2", "b 3", "in all 5"]
+    assert ended("echo begun; echo 7 passed") == (0, ["begun", "7 passed", *table, "7 passed"])
+    assert ended("echo 1 failed; exit 3") == (3, ["1 failed"])

@@ -168,6 +168,8 @@ def test_the_runner_tells_what_is_caught(small, tmp_path):
         fault("survived", "x / 2", "x / 3", "-k half"),
         fault("stale", "4 * x", "3 * x", "-k double"),
         fault("twice", "return", "return 0 *", "-k double"),
+        fault("named", "2 * x", "3 * x", "-k double", says="assert 6 == 4"),
+        fault("not-named", "2 * x", "3 * x", "-k double", says="assert 7 == 4"),
         fault("no-program", "2 * x", "2 * y", "-k double"),
         fault("no-program-is-meant", "2 * x", "2 * y", "-k double", compiles=False),
         fault("no-module", "def double(x):", "def double(x:", "-k double"),
@@ -178,7 +180,7 @@ def test_the_runner_tells_what_is_caught(small, tmp_path):
     outcomes = plant.plant(faults, root, tmp_path / "copies", say=said.append)
     assert {out.name: out.status for out in outcomes} == {
         "caught": "caught", "survived": "survived", "stale": "stale", "twice": "stale",
-        "no-program": "broken",
+        "named": "caught", "not-named": "survived", "no-program": "broken",
         "no-program-is-meant": "caught", "no-module": "broken", "no-test": "broken", "skipped": "broken",
     }  # fmt: skip
     assert outcomes[0].by.endswith("::test_double")

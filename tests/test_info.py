@@ -90,7 +90,7 @@ def test_verify_passes_and_a_wrong_kernel_fails(mdf, pair, tmp_path, monkeypatch
     monkeypatch.setattr(oracle, "silu", lambda z: z)
     code, out, _ = mdf(*argv, "-q")
     assert code == 1
-    assert "FAILED  gate_up == oracle: h is off by" in out
+    assert "FAILED  gate_up == oracle (numba): h is off by" in out
     assert out.endswith("1 checks failed\n")
 
 

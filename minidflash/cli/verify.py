@@ -1,6 +1,7 @@
 """`minidflash verify`: does drafting change a token here, and do the kernels agree with the float64
 oracle?"""
 
+from itertools import chain
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,10 +10,13 @@ from ..errors import UserError
 from ..run import generate
 from .bench import read_prompts
 from .generate import open_engine
+from .ladder import gpu_functions
 from .terminal import write, write_lines
 
-SIZES = {"T": 5, "N": 1, "D": 48, "H": 4, "G": 2, "K": 16, "F": 40, "V": 37, "C": 96, "S": 24, "P": 32,
-         "J": 8,         "B": 5, "L": 2, "R": 5, "M": 5, "X": 1, "E": 6, "U": 2}  # fmt: skip
+# Dims of no model that every fast kernel takes.
+SIZES = {"T": 5, "N": 1, "D": 48, "H": 4, "G": 2, "K": 64, "F": 40, "V": 37, "C": 96, "S": 24, "P": 32,
+         "J": 8, "B": 5, "L": 2, "R": 5, "M": 5, "X": 1, "E": 6, "U": 2}  # fmt: skip
+MOST_LOGITS = 4096  # of a model's vocabulary
 TOLERANCE = {"f32": 1e-4, "bf16": 2e-2}  # of the largest value of an array
 
 
@@ -20,13 +24,20 @@ def verify(args, interrupt=None):
     """Run the subcommand: prints one line a check. Returns 0, or 1 when one failed."""
     prompts = first_of_each_kind(read_prompts(args.prompts))
     engine = open_engine(args)
-    failed = 0
-    for name, problem in [*kernel_checks(engine.ops), *lossless_checks(engine, prompts, args)]:
-        failed += problem is not None
-        if problem or not args.quiet:
-            write_lines([f"{'FAILED' if problem else 'ok':<8}{name}{': ' + problem if problem else ''}"])
+    kernels = kernel_checks(engine.ops, widths_of(engine))
+    failed = tell(chain(kernels, lossless_checks(engine, prompts, args)), args.quiet)
     write(f"{failed} checks failed\n" if failed else "all checks passed\n")
     return 1 if failed else 0
+
+
+def tell(checks, is_quiet):
+    """Print a line a check as it ends, those that failed alone when quiet; returns how many did."""
+    failed = 0
+    for name, problem in checks:
+        failed += problem is not None
+        if problem or not is_quiet:
+            write_lines([f"{'FAILED' if problem else 'ok':<8}{name}{': ' + problem if problem else ''}"])
+    return failed
 
 
 def first_of_each_kind(prompts):
@@ -72,24 +83,60 @@ def first_difference(plain, drafted):
     return f"token {at} is {plain[at]} without the drafter, {drafted[at]} with it"
 
 
-def kernel_checks(ops):
-    """(name, problem) of every table row: small random arguments, this backend against the oracle."""
+def widths_of(engine):
+    """SIZES with the widths of the engine's target, and what its drafter takes of it."""
+    stack, layer, drafter = engine.target.config, engine.target.config.layers[0], engine.drafter
+    taps, layers = (len(drafter.config.taps), len(drafter.config.layers)) if drafter else (2, 2)
+    return SIZES | {
+        "D": stack.width, "H": layer.heads, "G": layer.kv_heads, "K": layer.head_size,
+        "J": layer.head_size // 2,
+        "F": layer.ffn_width, "V": min(stack.vocab, MOST_LOGITS), "C": max(2, taps) * stack.width,
+        "L": layers,
+    }  # fmt: skip
+
+
+def kernel_checks(ops, widths=None):
+    """(name, problem) of every table row: random arguments, this backend against the oracle.
+
+    widths: sizes of a model, taken after SIZES. Behind a row's name stand the variants that ran. On a GPU
+    with bf16 it is a problem that a fast or prefill variant never did.
+    """
     from minidflash.kernels import open_ops
     from minidflash.kernels.table import ROWS
 
-    truth = open_ops("oracle", ops.activations)
+    truth, has_variants = open_ops("oracle", ops.activations), hasattr(ops.backend, "variants")
     for name, row in ROWS.items():
-        results = []
-        try:
-            for one in (truth, ops):
-                given = arguments(one, row)
-                getattr(one, name)(*given.values())
-                changed = [arg.name for arg in row.args if arg.inplace or arg in row.outputs]
-                results.append({n: one.download(given[n]) for n in changed if n != "work"})
-        except Exception as error:  # noqa: BLE001 a failed check, the others still count
-            yield f"{name} == oracle", f"{type(error).__name__}: {error}"
-            continue
-        yield f"{name} == oracle", worst(*results, TOLERANCE[ops.activations])
+        wanted = [variant for variant in gpu_functions(name) if variant != "plain"] if has_variants else []
+        ran, problem = {}, None
+        for one in (ops, ops.for_prefill) if "prefill" in wanted else (ops,):
+            for sizes in (SIZES, widths) if widths else (SIZES,):
+                for is_bare in (False, True) if any(arg.optional for arg in row.args) else (False,):
+                    problem = problem or row_problem(truth, one, row, sizes, is_bare, ran)
+        never = [variant for variant in wanted if variant not in ran and ops.activations == "bf16"]
+        if never and not problem:
+            problem = f"no shape ran {' or '.join(never)}"
+        yield f"{name} == oracle ({', '.join(ran)})", problem
+
+
+def row_problem(truth, ops, row, sizes, is_bare, ran):
+    """What is wrong with a row at these sizes, or None. The variant that runs becomes a key of `ran`."""
+    variants, results = getattr(ops.backend, "variants", {}), []
+    variants.pop(row.name, None)
+    changed = [arg.name for arg in row.args if arg.inplace or arg in row.outputs]
+    where = f"D {sizes['D']}" + (", what may be None is None" if is_bare else "")
+    try:
+        for one in (truth, ops):
+            given = arguments(one, row, sizes, is_bare)
+            getattr(one, row.name)(*given.values())
+            results.append(
+                {n: one.download(given[n]) for n in changed if n != "work" and given[n] is not None}
+            )
+    except Exception as error:  # noqa: BLE001 a failed check, the others still count
+        return f"{type(error).__name__}: {error} ({where})"
+    variant = variants.get(row.name, ops.name)
+    ran[variant] = True
+    problem = worst(*results, TOLERANCE[ops.activations])
+    return problem and f"{problem} ({variant}, {where})"
 
 
 def worst(expected, found, tolerance):
@@ -112,39 +159,57 @@ def _real(array):
     return array.astype(np.float64)
 
 
-def arguments(ops, row):
-    """Argument name -> value for a row: the same numbers on every backend, addresses that are in range."""
+def arguments(ops, row, sizes=SIZES, is_bare=False):
+    """Argument name -> value for a row: the same numbers on every backend, addresses that are in range.
+
+    is_bare: what may be None is None. Norms are powers of two: where a kernel rounds a row times its norm to
+    bf16, it loses nothing, so ids that depend on close logits are the oracle's.
+    """
     from minidflash.kernels.ops import expected
     from minidflash.kernels.table import role_of
 
     rng = np.random.default_rng(sum(map(ord, row.name)))
-    sizes = dict(SIZES)
-    sizes["Z"] = ops.backend.work_size(sizes["T"], 256, 256)
+    widest = max(256, sizes["C"], sizes["F"], sizes["H"] * sizes["K"])
+    most = max(256, sizes["V"], 2 * sizes["F"], (sizes["H"] + 2 * sizes["L"] * sizes["G"]) * sizes["K"])
+    sizes = sizes | {"Z": ops.backend.work_size(sizes["T"], widest, most)}
     special = _special(sizes) | ({"limit": 2.0} if row.name == "experts_up" else {})
     given = {}
     for arg in row.args:
+        if arg.optional and is_bare:
+            given[arg.name] = None
+            continue
         if arg.type != "W" and arg.dims is None:
             given[arg.name] = special[arg.name]
             continue
         shape = tuple(expected(dim, sizes) for dim in arg.dims)
         if arg.type == "W":
-            bits = (rng.standard_normal(shape).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
-            bits = bits.reshape(-1, shape[-1])
+            bits = _bf16(_numbers(rng, shape, min(1, 7 / shape[-1] ** 0.5))).reshape(-1, shape[-1])
             part = SimpleNamespace(array=bits, dtype="BF16", shape=bits.shape, drop=lambda: None)
-            of_experts = (role_of(row.name, arg.name), shape[0]) if len(shape) == 3 else ()
-            given[arg.name] = ops.weight([part], *of_experts)
+            given[arg.name] = ops.weight([part], role_of(row.name, arg.name), *shape[:-2])
             continue
         given[arg.name] = buffer = ops.array(shape, arg.type)
         if arg.name in special and arg.type == "f32":
             ops.upload(buffer, np.resize(np.asarray(special[arg.name], np.float32), shape))
         elif arg.type == "i32":
             ops.upload(buffer, np.resize(np.asarray(special.get(arg.name, 0), np.int32), shape))
+        elif arg.name == "norm":
+            ops.upload(buffer, rng.choice(np.float32([0.5, 1, 2, -1]), shape))
         elif arg.name != "work" and arg not in row.outputs:
-            values = rng.standard_normal(shape).astype(np.float32)
-            if arg.type == "A" and ops.activations == "bf16":
-                values = (values.view(np.uint32) >> 16).astype(np.uint16)
-            ops.upload(buffer, values)
+            values = _numbers(rng, shape)
+            ops.upload(buffer, _bf16(values) if arg.type == "A" and ops.activations == "bf16" else values)
     return given
+
+
+def _numbers(rng, shape, scale=1.0):
+    """Normal f32 of that spread; of many, a stretch of prime length again and again,
+    which takes less time."""
+    some = scale * rng.standard_normal(min(int(np.prod(shape)), 1000003), np.float32)
+    return np.resize(some, shape)
+
+
+def _bf16(values):
+    """The bits of f32, cut."""
+    return (values.view(np.uint32) >> 16).astype(np.uint16)
 
 
 def _special(sizes):
@@ -156,7 +221,7 @@ def _special(sizes):
     return {
         "eps": 1e-6, "scale": 0.25, "window": 4, "causal": 1, "limit": sizes["V"] - 3, "tap_at": sizes["D"],
         "ids": rows, "pos": rows + 3, "at": rows + 3, "begin": rows + 3, "end": rows + 4,
-        "tap_row": rows[::-1], "pick": rows,
+        "tap_row": rows[::-1], "pick": rows[::-1],
         "drafts": [0, 1, 2, 9, 9], "choice": [1, 2, 3, 4, 5], "stop": [99], "start": [7], "anchor": [11],
         "fresh": [2], "left": [9], "fill": [0, 21, 22, 23, 24],
         "key": [11, 0, 0, 9], "law": [0.8, 0.9, 0.02],

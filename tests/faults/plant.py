@@ -38,7 +38,8 @@ class Fault:
     """breaks: "row NAME BACKEND" (oracle, numba, cuda), "promise: ..." or "tool NAME".
     tests: arguments of pytest.
 
-    gpu: only a GPU shows it. compiles: false where the refusal of a compiler is what shows it.
+    gpu: only a GPU shows it. says: words that the failing test must say. compiles:
+    false where the refusal of a compiler is what shows it.
     """
 
     topic: str
@@ -49,6 +50,7 @@ class Fault:
     new: str
     tests: str
     gpu: bool = False
+    says: str = ""
     compiles: bool = True
 
 
@@ -90,6 +92,8 @@ def judge(fault, run):
         return ("survived", "") if run.passed else ("broken", "all tests were skipped")
     if run.code != 1 or (fault.compiles and UNFIT.match(run.why)):
         return "broken", f"pytest ended with {run.code}: {run.why}"
+    if fault.says not in run.why:
+        return "survived", f"found, but not under its name: {run.why}"
     return "caught", ""
 
 
