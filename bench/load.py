@@ -11,7 +11,6 @@ for. With an H100 45 s at most, of which the files' writing takes 10, and 3 s mo
 Writes bench/results/NAME.json, or into $OUT. Both ways side by side:
 
     python bench/load.py --rings compiled:4:12:2 python:{4,8,16}:12:2 python:8:16:2 --alone 3 --name load-ways
-
 """
 
 import argparse
