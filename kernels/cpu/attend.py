@@ -39,7 +39,8 @@ def _weighted_values(cache_v, v_at, size, count, work, p_at, out_at):
 
 @jit
 def _with_sink(total, top, sink):
-    """One over a row's sum of e^(score - top) with its sink in it, times what brings all of it to the new maximum."""
+    """One over a row's sum of e^(score - top) with its sink in it, times what brings all of it to the new
+    maximum."""
     best = sink if sink > top else top
     # exp ends at 1e-38, and a sum of values times that is not the zero that is meant
     keep = F(0.0) if top - best < F(-87.3) else exp(top - best)
