@@ -53,7 +53,8 @@ def test_every_tensor_is_needed_as_it_is(name):
 
 
 KINDS = {"full_attention": "sliding_attention", "sliding_attention": "full_attention"}
-UNUSED = {"qwen3-moe-tiny": {"intermediate_size"}}  # of dense layers, which it has none of
+# Of dense layers, which it has none of; and what layer_types says for every layer already.
+UNUSED = {"qwen3-moe-tiny": {"intermediate_size"}, "qwen3-tiny": {"use_sliding_window"}}
 # A key that is refused through another one.
 THROUGH = {
     "num_hidden_layers": "layer_types",
