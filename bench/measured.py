@@ -5,6 +5,7 @@ whose result is refused (bench/quote.py), or that counted nothing, is left out a
 bench/report.py puts them together.
 """
 
+import measured_experts
 from quote import at, begin, of, of_card, prose, source, table
 
 CARDS = {
@@ -371,13 +372,14 @@ def sections(results):
         lossless(results, "CPU", ["lossless-cpu", *(f"{name}-cpu" for name in SAMPLED)]), block_rule(results),
         soak(results),
     ]  # fmt: skip
-    for card in CARDS:
+    for card, where in CARDS.items():
         texts = [f"{name}-{card}" for name in ("lossless-embedded", *SAMPLED)]
         stamped = {
             name: name.split("-", 1)[1].rsplit("-", 1)[0] for name in results.names(f"timeline-*-{card}")
         }
         yield f"GPU: {card.upper()}", [
-            whole_rounds(results, card), other_shapes(results, card), loops(results, card),
+            whole_rounds(results, card), other_shapes(results, card), measured_experts.steps(results, card),
+            measured_experts.kernels(results, where), loops(results, card),
             *(timeline(results, name, shape) for name, shape in stamped.items()), loading(results, card),
             prompt_products(results, card), peer(results, card), products(results, card),
             attention(results, card), pair_speed(results, f"embedded-{card}", "Embedded pair"),
