@@ -55,13 +55,62 @@ MODELS = {
 }
 
 
-class Layers:
+class RandomWeights:
+    """Packed weights of random numbers, made on the device: the bytes of one chunk, again and again."""
+
+    def __init__(self, ops, rng):
+        self.ops, self.rng, self.backend, self.chunks = ops, rng, ops.backend, {}
+
+    def experts(self, kind, shape, is_paired):
+        """A Weight (E, rows, cols) in fragment order."""
+        count, rows, _ = shape
+        tiles = count, -(-rows // 16)
+        return self.weight(kind, tiles, shape, "packed pairs" if is_paired else "packed")
+
+    def chunk(self, kind):
+        """Random bytes of packed weights, on the device: numbers of about 0.02."""
+        if kind == "bf16":
+            values = (self.rng.integers(0, 2**16, CHUNK // 2, np.uint16) & 0x80FF) | 0x3C00
+        else:
+            size = experts.UNIT["mxfp4"][1]
+            values = self.rng.integers(0, 256, (CHUNK // size, size), np.uint8)
+            values[:, 512:] = values[:, 512:] % 3 + 118
+            values = values.reshape(-1)
+        device = self.backend.empty(values.shape, values.dtype)
+        self.backend.upload(device, values)
+        return device
+
+    def weight(self, kind, tiles, shape, layout):
+        """A packed Weight whose bytes are the chunk, again and again."""
+        width, size, _ = experts.UNIT[kind]
+        if kind not in self.chunks:
+            self.chunks[kind] = self.chunk(kind)
+        source = self.chunks[kind]
+        units = -(-shape[-1] // width)
+        count = int(np.prod(tiles)) * units * size // source.dtype.itemsize
+        data = self.backend.empty((count,), source.dtype)
+        for first in range(0, count, len(source)):
+            self.copy(data[first : first + len(source)], source[: min(len(source), count - first)])
+        return Weight(shape, kind, layout, (data.reshape(*tiles, -1),))
+
+    def copy(self, to, source):
+        if isinstance(to, np.ndarray):
+            to[...] = source
+            return
+        device = self.backend.device
+        device.enter()
+        device.do(
+            device.driver.cuMemcpyDtoDAsync(to.data.ptr, source.data.ptr, source.nbytes, device.driver_stream)
+        )
+
+
+class Layers(RandomWeights):
     """Random weights and buffers of a few layers, and programs over them."""
 
     def __init__(self, ops, model, rng):
-        self.ops, self.model, self.rng, self.backend = ops, model, rng, ops.backend
-        m, n = model, model.layers
-        self.chunks = {kind: self.chunk(kind) for kind in {"bf16", m.kind}}
+        super().__init__(ops, rng)
+        self.model = m = model
+        n = m.layers
         self.routers = [
             self.weight("bf16", (-(-m.experts // 16),), (m.experts, m.width), "packed") for _ in range(n)
         ]
@@ -81,40 +130,6 @@ class Layers:
         buffer = self.ops.array(values.shape, kinds[str(values.dtype)])
         self.ops.upload(buffer, values)
         return buffer
-
-    def chunk(self, kind):
-        """Random bytes of packed weights, on the device: numbers of about 0.02."""
-        if kind == "bf16":
-            values = (self.rng.integers(0, 2**16, CHUNK // 2, np.uint16) & 0x80FF) | 0x3C00
-        else:
-            size = experts.UNIT["mxfp4"][1]
-            values = self.rng.integers(0, 256, (CHUNK // size, size), np.uint8)
-            values[:, 512:] = values[:, 512:] % 3 + 118
-            values = values.reshape(-1)
-        device = self.backend.empty(values.shape, values.dtype)
-        self.backend.upload(device, values)
-        return device
-
-    def weight(self, kind, tiles, shape, layout):
-        """A packed Weight whose bytes are the chunk, again and again."""
-        width, size, _ = experts.UNIT[kind]
-        source = self.chunks[kind]
-        units = -(-shape[-1] // width)
-        count = int(np.prod(tiles)) * units * size // source.dtype.itemsize
-        data = self.backend.empty((count,), source.dtype)
-        for first in range(0, count, len(source)):
-            self.copy(data[first : first + len(source)], source[: min(len(source), count - first)])
-        return Weight(shape, kind, layout, (data.reshape(*tiles, -1),))
-
-    def copy(self, to, source):
-        if isinstance(to, np.ndarray):
-            to[...] = source
-            return
-        device = self.backend.device
-        device.enter()
-        device.do(
-            device.driver.cuMemcpyDtoDAsync(to.data.ptr, source.data.ptr, source.nbytes, device.driver_stream)
-        )
 
     def prepare(self, rows, is_alike):
         """Buffers for so many rows; what each layer's route says of them."""

@@ -60,13 +60,18 @@ def rope(x, cos, sin):
     return np.concatenate([a * cos - b * sin, b * cos + a * sin, x[:, 2 * j :]], axis=1)
 
 
-def softmax_attend(q, k, v, scale):
-    """softmax(scale * q k^T) v for one query head; no key at all gives zeros. q: (K,), k and v: (n, K)."""
+def softmax_attend(q, k, v, scale, sink=None):
+    """softmax(scale * q k^T) v for one query head; no key at all gives zeros. q: (K,), k and v: (n, K).
+
+    sink: the logit, not scaled, of one thing more in the softmax, which has no value (models.md 4).
+    """
     if len(k) == 0:
         return np.zeros_like(q)
     scores = scale * (k @ q)
-    p = np.exp(scores - scores.max())
-    return (p / p.sum()) @ v
+    top = scores.max() if sink is None else np.maximum(scores.max(), sink)
+    p = np.exp(scores - top)
+    total = p.sum() if sink is None else p.sum() + np.exp(sink - top)
+    return (p / total) @ v
 
 
 def silu(z):
@@ -119,8 +124,8 @@ def qkv(
     return q
 
 
-def attend(q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, work):
-    """o[t, h] = attention of query head h over the keys its row sees, GQA by consecutive heads: (T, H, K)."""
+def attend(q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, sinks, work):
+    """o[t, h] = attention of query head h over the keys its row sees, GQA by consecutive heads. Returns (T, H, K)."""
     heads, (groups, room) = q.shape[1], cache_k.shape[1:3]
     o = np.zeros(q.shape)
     for t in range(len(q)):
@@ -130,7 +135,8 @@ def attend(q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, wo
         for h in range(heads):
             g = h // (heads // groups)
             k, v = (real(c[slot[t], g, np.arange(first, last) % room]) for c in (cache_k, cache_v))
-            o[t, h] = softmax_attend(real(q[t, h]), k, v, scale)
+            sink = None if sinks is None else float(sinks[h])
+            o[t, h] = softmax_attend(real(q[t, h]), k, v, scale, sink)
     return o
 
 

@@ -5,6 +5,7 @@ more: as many as independent rows would touch is expected, what a run's rows did
 """
 
 from dataclasses import dataclass
+from math import prod
 
 from minidflash.kernels.roofline import PEAKS
 from minidflash.kernels.weight import EXPERT_PAIRS, EXPERTS, TABLE, VECTOR
@@ -31,6 +32,11 @@ def expected_experts(layer, rows):
     if layer.experts is None:
         return None
     return layer.experts.count * (1 - (1 - layer.experts.used / layer.experts.count) ** rows)
+
+
+def parameters(bound):
+    """How many numbers the weights of a checkpoint are; scales of blocks are none of them."""
+    return sum(prod(one.shape) for one in bound.values())
 
 
 def weight_parts(pair):

@@ -23,8 +23,8 @@ def attention(ops, stack, layer, w, tables, rows, cache, work):
     )  # fmt: skip
     begin = rows.begin if layer.sees_block else rows.pos
     ops.attend(
-        q, cache.k, cache.v, rows.slot, rows.pos, begin, rows.end, layer.window, int(layer.causal),
-        layer.scale, work, o
+        q, cache.k, cache.v, rows.slot, rows.pos, begin, rows.end, layer.window, int(layer.causal), layer.scale,
+        w.get("sinks"), work, o,
     )  # fmt: skip
     ops.linear_add(wide(rows.o, layer.q_rows), w["o"], w.get("o_bias"), None, 0, rows.x, None, work)
 

@@ -330,3 +330,38 @@ def bind_drafter(config, tensors):
         found = f"drafter tensor fc.weight takes {fc.shape[1]} inputs"
         raise UserError(f"{found}, {source} names {count} taps of width {config.width}")
     return _bind(drafter_table(config), tensors, "drafter")
+
+
+@dataclass(frozen=True)
+class Foretold:
+    """A tensor that is not here: what config.json says of it, in the type that such checkpoints have."""
+
+    name: str
+    shape: tuple
+    dtype: str
+
+    @property
+    def nbytes(self):
+        return int(np.prod(self.shape)) * (1 if self.dtype == "U8" else 2)
+
+
+def foretell_target(config, tensors=None):
+    """Our name -> Bound of a target whose files are not here, in bf16 and, where config.json says so, MXFP4."""
+    table = target_table(config)
+    if not config.tied:
+        table["head"] = matrix(HEAD, rows=config.vocab, cols=config.width)
+    return _foretell(table)
+
+
+def foretell_drafter(config, tensors=None):
+    """The same of a drafter."""
+    return _foretell(drafter_table(config))
+
+
+def _foretell(table):
+    tensors = {
+        name: Foretold(name, shape, "U8" if named.dtypes == ("U8",) else "BF16")
+        for named in table.values()
+        for name, shape in named.sources
+    }
+    return {ours: named.bind(tensors) for ours, named in table.items()}

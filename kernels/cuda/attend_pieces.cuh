@@ -19,6 +19,9 @@
 #ifndef RING  // 1: there is a window, so the caches may be rings; without one no key is ever let go
 #define RING 0
 #endif
+#ifndef SINKS  // 1: every query head has one
+#define SINKS 0
+#endif
 #ifndef GROUP  // rows a group has at most
 #define GROUP 16
 #endif
@@ -31,7 +34,8 @@ constexpr int HALVES = HEAD / 64;    // a tile has 64 numbers of every row, then
 constexpr int LEAF_BYTES = LEAF * HEAD * 2;
 constexpr int K_AT = ROWS * HEAD * 2, V_AT = K_AT + LEAF_BYTES, ROWS_AT = V_AT + LEAF_BYTES,
               TILE_ROWS_AT = ROWS_AT + GROUP * 24, SET_AT = TILE_ROWS_AT + ROWS * 4,
-              SET_BYTES = 64;     // of shared memory
+              SET_BYTES = 64;  // of shared memory
+constexpr int SINKS_AT = SET_AT + SET_BYTES;
 constexpr int COUNTERS = 4096;    // u32 at the front of work
 constexpr int WHOLE = 1 << 20;    // leaves of a unit that is never cut
 constexpr float NO_KEY = -3e38f;  // the largest score of no key at all; finite: differences are
@@ -63,6 +67,9 @@ struct TileRow {
 __device__ __forceinline__ TileRow tile_row_of(int tile_row) {
     return ((const TileRow*)(shared + TILE_ROWS_AT))[tile_row];
 }
+
+/* The sink of a tile row's query head; an exponent of two, as m is. */
+__device__ __forceinline__ float* sink_at(int tile_row) { return (float*)(shared + SINKS_AT) + tile_row; }
 
 /* Where a tile row's q and output lie. */
 __device__ __forceinline__ size_t head_at(int H, const Place& place, int tile_row) {
@@ -343,6 +350,14 @@ __device__ __forceinline__ void values_done(Sums& o) {
 #endif
 }
 
+/* One over l, the sum of p of all keys of a tile row, whose largest score is m. A sink is in the sum as a key
+ * without a value is, and in the maximum: then times what brings sums of p v to the new one. */
+__device__ __forceinline__ float one_over(float l, float m, int tile_row) {
+    if constexpr (!SINKS) return __frcp_rn(l);
+    const float sink = *sink_at(tile_row), top = fmaxf(m, sink), keep = exp2_fast(__fsub_rn(m, top));
+    return __fmul_rn(keep, __frcp_rn(__fmaf_rn(l, keep, exp2_fast(__fsub_rn(sink, top)))));
+}
+
 /* A sum of p v divided by that of p. Minus zero becomes zero: whether keys that a row does not see lay in its
  * tile must not show. */
 __device__ __forceinline__ u32 divided(float x, float y, float r) {
@@ -388,7 +403,7 @@ __device__ __forceinline__ void merge(float* pieces, int count, int tile_row, bf
             for (int i = 0; i < OWN; ++i) sum[i] = __fmaf_rn(part[j].v[i], w, sum[i]);
         }
     }
-    const float r = __frcp_rn(l);
+    const float r = one_over(l, m, tile_row);
 #pragma unroll
     for (int i = 0; i < OWN; i += 2) *(u32*)(o + OWN * lane + i) = divided(sum[i], sum[i + 1], r);
 }

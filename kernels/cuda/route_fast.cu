@@ -165,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(ROUTE_THREADS, 1)
     const int groups = (count + MOST_ROWS - 1) / MOST_ROWS;
     const Places places(dynamic, tiles, chunks);
     uint4 a[2 * KEPT];
-    load_kept(a, w, rank, chunks, 0);
+    if (rank < tiles) load_kept(a, w, rank, chunks, 0);
     for (int k = threadIdx.x; k < 32 * chunks; k += ROUTE_THREADS) places.norm[k] = k < cols ? norm[k] : 0.f;
     for (int e = threadIdx.x; e < 16 * tiles; e += ROUTE_THREADS)
         places.rows_of[e] = 0, places.bias[e] = bias && e < E ? bias[e] : 0.f;

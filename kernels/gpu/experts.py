@@ -196,7 +196,8 @@ def route(backend, x, norm, eps, w, bias, normalise, pos, touched, work, u, expe
     if w.layout != "packed" or cols % 8 or used > plain.MOST_USED or not fitting:
         return None
     token_tiles = next((n for n in fitting if 8 * n >= rows), fitting[-1])
-    blocks, is_whole = min(ROUTE_BLOCKS, tiles), rows <= ROUTE_ROWS
+    # Two at least: a card refuses the first block's st.async to itself where there is no cluster.
+    blocks, is_whole = max(2, min(ROUTE_BLOCKS, tiles)), rows <= ROUTE_ROWS
     kept = min(6, -(-cols // CHUNK // ROUTE_WARPS))
     defines = {"TOKEN_TILES": token_tiles, "STREAM_WARPS": ROUTE_WARPS, "KEPT_CHUNKS": kept}
     groups = first if is_whole else None

@@ -43,7 +43,10 @@ def _norm(backend, x, pick, norm, eps, out, rows, source, target):
 
 
 def _linear(backend, w, x, kind, out, stride, bias=None, target="f32"):
-    """out[t, :rows] = w x[t] + bias. kind, target: types of x, "f32" in the workspace, and of out. stride: between rows of out."""
+    """out[t, :rows] = w x[t] + bias. stride: of out's rows.
+
+    kind, target: types of x, "f32" in the workspace, and of out.
+    """
     rows, cols = w.shape
     tokens = x.size // cols
     defines = _types(backend, w, TOKEN=kind, OUT=target)
@@ -77,11 +80,11 @@ def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, si
     backend.launch("qkv.cu", "qkv", blocks, THREADS, 0, args, _types(backend))
 
 
-def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, work, o):
+def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, sinks, work, o):
     (rows, heads, size), (_, groups, room, _) = q.shape, cache_k.shape
     if size > 512:
         raise NotImplementedError(f"attend: heads of {size}, the kernel holds 512")
-    args = [q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, o, groups, room, size]
+    args = [q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, sinks, o, groups, room, size]
     backend.launch("attend.cu", "attend", (heads, rows), 128, 4 * (size + 128), args, _types(backend))
 
 

@@ -103,9 +103,8 @@ def product(backend, rows, w, x, scale, y, v=None, tile=None, bias=None, target=
     def groups(tiles):
         return sum(-(-count // (TILE * tiles)) for count in (w.rows, second))
 
-    launch(
-        backend, "linear_prefill.cu", "linear_prefill", rows, w.rows + second, args, groups, tile, {"OUT": target}
-    )  # fmt: skip
+    outputs, defines = w.rows + second, {"OUT": target}
+    launch(backend, "linear_prefill.cu", "linear_prefill", rows, outputs, args, groups, tile, defines)
 
 
 def laid_size(rows, cols):

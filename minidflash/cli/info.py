@@ -99,7 +99,7 @@ def pair(args):
     opening["offline"] |= is_default  # a look at the machine fetches nothing by itself
     ops = open_ops(args.backend, args.activations, args.device)
     try:
-        found = open_pair(**opening)
+        found = open_pair(**opening, needs_weights=False)
     except UserError as error:
         if is_default and error.code == 3:
             return {
@@ -127,6 +127,8 @@ def facts(checked):
 
     A fact of layers is a list, one a layer.
     """
+    from ..costs import parameters
+
     files, config = checked.files, checked.config
     values = {}
     for name, value in config.facts().items():
@@ -137,6 +139,7 @@ def facts(checked):
     return {
         "name": files.name, "folder": str(files.folder),
         "files": {path.name: size for path, size in files.files}, "facts": values,
+        "parameters": parameters(checked.bound),
     }  # fmt: skip
 
 
@@ -189,6 +192,9 @@ def _facts_lines(role, one):
     yield f"{role}     {one['name']} in {one['folder']}"
     for name, size in one["files"].items():
         yield f"  {name}, {amount(size)}"
+    if not one["files"]:
+        yield "  no weights here: their sizes are what config.json says, in the type they are published in"
+    yield f"  {'parameters':<16}{one['parameters']}"
     for name, fact in one["facts"].items():
         value = fact["value"]
         if name == "ropes":

@@ -149,7 +149,7 @@ def arguments(ops, row, shape, rows, context, like=None, experts="bf16"):
             found.append(like[i])
         elif arg.dims is None:
             found.append(values[arg.name])
-        elif arg.optional and arg.name.endswith(("bias", "logprob")):
+        elif arg.optional and arg.name.endswith(("bias", "sinks", "logprob")):
             found.append(None)
         else:
             found.append(_buffer(ops, arg, tuple(expected(dim, sizes) for dim in arg.dims), values, rng))

@@ -212,8 +212,8 @@ def test_ops_of_a_prompt_share_everything_but_rows():
 
 
 FILES = [
-    ("linear_prefill", {}), ("linear_prefill", {"OUT": "bf16"}), ("linear_add_prefill", {}), ("gate_up_prefill", {}),
-    ("gate_up_prefill", {"NORMED": 0}),
+    ("linear_prefill", {}), ("linear_prefill", {"OUT": "bf16"}), ("linear_add_prefill", {}),
+    ("gate_up_prefill", {}), ("gate_up_prefill", {"NORMED": 0}),
 ]  # fmt: skip
 WANTED = {
     "mma": ["HMMA.16816.F32.BF16", "LDGSTS", "LDS 128", "ACQBULK"],

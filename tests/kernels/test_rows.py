@@ -40,7 +40,8 @@ def make(name, rng, activations, weights):
     if name == "attend":
         caches = {"cache_" + c: make.a(N, G, S, K) for c in "kv"}
         where = {"slot": slot, "pos": pos, "begin": pos, "end": pos + 1}
-        return {"q": make.a(T, H, K), **caches, **where, "window": 0, "causal": 1, "scale": K**-0.5}, {}
+        return {"q": make.a(T, H, K), **caches, **where, "window": 0, "causal": 1, "scale": K**-0.5,
+                "sinks": make.v(H)}, {}  # fmt: skip
     if name == "linear":
         return {"a": make.a(T, F), "w": make.w(D, F), "bias": make.v(D)}, {}
     if name == "linear_add":
