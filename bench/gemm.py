@@ -60,9 +60,9 @@ class Bench(Backend):
             weight.data_ptr(), tokens.data_ptr(), None, None, x.data_ptr(), None, self.work.data_ptr(),
             self.work.data_ptr() + 4 * COUNTERS, rows, outputs, cols, cut.slices, 0, 0,
         ]  # fmt: skip
-        self.device.launch(
+        self.on_device(
             function, cut.grid(tiles, self.device.sms), cut.threads, cut.shared(cols, token_tiles), args,
-            cluster=cut.cluster_blocks, dependent=dependent, stream=torch.cuda.current_stream().cuda_stream,
+            cluster=cut.cluster_blocks, dependent=dependent,
         )  # fmt: skip
 
     def product(self, cut, rows, outputs, cols, replays, dependent=False):
@@ -100,10 +100,9 @@ class Bench(Backend):
         tiles, chunks = fast.tiles_of(outputs), -(-cols // split.CHUNK)
         packed = torch.empty(tiles * chunks * 512, device="cuda", dtype=torch.bfloat16)
         pack = self.device.function("pack.cu", "pack")
-        stream = torch.cuda.current_stream().cuda_stream
         bottom = plain.data_ptr() + 16 * cols
-        args = [plain.data_ptr(), bottom, packed.data_ptr(), outputs, outputs - 8, 16, tiles, cols]
-        self.device.launch(pack, -(-tiles * chunks * 32 // 256), 256, 0, args, stream=stream)
+        args = [plain.data_ptr(), bottom, packed.data_ptr(), outputs, outputs - 8, 16, tiles, cols, 0]
+        self.on_device(pack, -(-tiles * chunks * 32 // 256), 256, 0, args)
         tokens = self.tokens[: rows * cols].view(rows, cols)
         x = torch.zeros(rows * outputs, device="cuda", dtype=torch.bfloat16)
         for here, count in cut.passes(cols, rows):

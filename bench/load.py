@@ -1,27 +1,33 @@
 """Loading: a sharded safetensors checkpoint of true Qwen3-8B shape from the page cache to packed device
 memory.
 
-    python bench/load.py [--folder F] [--layers 36] [--pieces MB ...] [--threads N ...] [--buffers N ...]
+    python bench/load.py [--rings WAY:MB:THREADS:BUFFERS ...] [--alone N] [--folder F] [--layers 36]
         [--name load-h100]
 
 In one call: the rate of pinned memory to the device; of threads that read the files into such buffers,
-without a device; of the engine's own path (engine.build: read, copy, pack,
-allocation of both sides included). Several pieces, threads or
-buffers: every combination is tried. One load comes before, in which kernels are compiled. With an H100 45 s
-at most, of which the files' writing takes 10. Writes bench/results/NAME.json, or into $OUT.
+without a device; of the engine's own path (engine.build: read, copy, pack, allocation of both sides
+included). Rings take turns: the loop that files go through (kernels/gpu/staging.py: compiled, or Python's),
+its pieces, threads, and buffers of a thread. One load comes before, in which kernels are compiled. --alone:
+so many loads of each ring in processes of their own, from before the backend is opened: what a user waits
+for. With an H100 45 s at most, of which the files' writing takes 10, and 3 s more for each that is alone.
+Writes bench/results/NAME.json, or into $OUT. Both ways side by side:
+
+    python bench/load.py --rings compiled:4:12:2 python:{4,8,16}:12:2 python:8:16:2 --alone 3
+        --name load-ways-h200
 """
 
 import argparse
 import ctypes
 import gc
-import itertools
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -42,6 +48,8 @@ from minidflash.rope import rope_tables
 
 SHARD = 4 << 30  # bytes a file, about what such checkpoints have
 POOL = 64 << 20  # random bytes that are written again and again
+WAYS = "python", "compiled"
+USUAL = f"{WAYS[staging.IS_COMPILED]}:{staging.PIECE >> 20}:{staging.THREADS}:{staging.BUFFERS}"
 
 
 def write_checkpoint(folder, config):
@@ -120,15 +128,18 @@ def read_rate(tensors, threads, piece):
 
 
 def load_seconds(backend, config, tensors):
-    """Seconds of the engine's path, until the device is done. A new backend:
-    each load pins memory of its own."""
+    """Seconds of the engine's path, until the device is done; and the same with a backend's opening before.
+
+    A new backend: each load pins memory of its own.
+    """
     gc.collect()
+    begun = time.perf_counter()
     ops, bound = md.ops(backend), names.bind_target(config, tensors)
     since = time.perf_counter()
     model = build(ops, config, bound, {kind: rope_tables(ops, *kind, 16) for kind in config.rotations})
     if ops.name == "cuda":
         ops.backend.device.synchronize()
-    seconds = time.perf_counter() - since
+    seconds = time.perf_counter() - since, time.perf_counter() - begun
     del model
     if ops.name == "cuda":
         import cupy
@@ -148,18 +159,21 @@ def main():
     parser.add_argument("--layers", type=int, help="fewer than the shape has")
     parser.add_argument("--backend", default="cuda")
     parser.add_argument("--repeat", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=30, help="no further repeat after this long")
+    parser.add_argument("--seconds", type=float, default=40, help="no further repeat after this long")
     parser.add_argument("--name", default="load", help="of the JSON")
-    for name, default in (
-        ("pieces", staging.PIECE >> 20),
-        ("threads", staging.THREADS),
-        ("buffers", staging.BUFFERS),
-    ):
-        parser.add_argument(f"--{name}", type=int, nargs="+", default=[default])
+    parser.add_argument("--rings", nargs="+", default=[USUAL], metavar="WAY:MB:THREADS:BUFFERS")
+    parser.add_argument("--alone", type=int, default=0, metavar="N", help="loads in processes of their own")
+    parser.add_argument(
+        "--checkpoint", type=Path, help="load this one once, with the first ring; print the seconds"
+    )
     args = parser.parse_args()
     config = configs(args.shape, 64)[0]
     if args.layers:
-        config = type(config)(**{**vars(config), "layers": args.layers, "windows": (0,) * args.layers})
+        config = replace(config, layers=config.layers[: args.layers])
+    if args.checkpoint:
+        use(args.rings[0])
+        print(load_seconds(args.backend, config, open_tensors(args.checkpoint)[0])[1])
+        return
     ops = md.ops(args.backend)
     folder = Path(tempfile.mkdtemp(prefix="minidflash-load-", dir=args.folder or roomy()))
     try:
@@ -167,6 +181,23 @@ def main():
     finally:
         shutil.rmtree(folder)
     print(record.write(args.name, found, **rounds.device(ops)))
+
+
+def use(ring):
+    """Stage files so from the next backend on. Returns the bytes of a piece and the threads."""
+    way, *sizes = ring.split(":")
+    piece, staging.THREADS, staging.BUFFERS = map(int, sizes)
+    staging.IS_COMPILED, staging.PIECE = bool(WAYS.index(way)), piece << 20
+    staging.RUN = max(1, 8 // piece)
+    return staging.PIECE, staging.THREADS
+
+
+def alone(folder, ring, args):
+    """Seconds of a load in a process of its own, Python's start and the imports of this file apart."""
+    words = ["--checkpoint", folder, "--rings", ring, "--backend", args.backend, "--shape", args.shape]
+    words += ["--layers", args.layers] if args.layers else []
+    command = [sys.executable, __file__, *map(str, words)]
+    return float(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.split()[-1])
 
 
 def roomy(size=24 << 30):
@@ -187,19 +218,19 @@ def measure(ops, config, folder, args):
         "backend": ops.name,
     }
     tensors = open_tensors(folder)[0]
-    first = load_seconds(ops.name, config, tensors)
+    first, _ = load_seconds(ops.name, config, tensors)
     found["first_seconds"] = round(first, 3)
     print(f"first load {first:.2f} s", flush=True)
-    rings = list(itertools.product(args.pieces, args.threads, args.buffers))
-    pinned, read, seconds = [], {ring: [] for ring in rings}, {ring: [] for ring in rings}
+    rings, pinned = args.rings, []
+    read, seconds, own = ({ring: [] for ring in rings} for _ in range(3))
     for _ in range(args.repeat):  # in turns, since others may load the host's memory for a while
         if ops.name == "cuda":
             pinned.append(pinned_rate(ops.backend.device))
             print(f"pinned memory to device {pinned[-1] / 1e9:.1f} GB/s", flush=True)
         for ring in rings:
-            staging.PIECE, staging.THREADS, staging.BUFFERS = ring[0] << 20, *ring[1:]
-            read[ring].append(read_rate(tensors, staging.THREADS, staging.PIECE))
-            seconds[ring].append(load_seconds(ops.name, config, tensors))
+            piece, threads = use(ring)
+            read[ring].append(read_rate(tensors, threads, piece))
+            seconds[ring].append(load_seconds(ops.name, config, tensors)[0])
             print(
                 ring,
                 f"read {read[ring][-1] / 1e9:.1f}, load {size / seconds[ring][-1] / 1e9:.1f} GB/s",
@@ -207,15 +238,22 @@ def measure(ops, config, folder, args):
             )
         if time.perf_counter() - since > args.seconds:
             break
+    for _ in range(args.alone):
+        for ring in rings:
+            own[ring].append(alone(folder, ring, args))
     if pinned:
         found["pinned_gb_per_s"] = round(median(pinned) / 1e9, 2)
     found["loads"] = []
     for ring in rings:
         rate = size / median(seconds[ring])
-        one = dict(zip(("piece_mb", "threads", "buffers"), ring, strict=True)) | {
+        way, piece, threads, buffers = ring.split(":")
+        one = {
+            "way": way, "piece_mb": int(piece), "threads": int(threads), "buffers": int(buffers),
             "read_gb_per_s": round(median(read[ring]) / 1e9, 2), "gb_per_s": round(rate / 1e9, 2),
             "seconds": [round(s, 3) for s in seconds[ring]],
         }  # fmt: skip
+        if own[ring]:
+            one["alone_seconds"] = [round(s, 3) for s in own[ring]]
         if pinned:
             one["of_pinned"] = round(rate / median(pinned), 3)
         found["loads"].append(one)

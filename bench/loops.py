@@ -59,7 +59,7 @@ def load_go(gpu):
     image = np.frombuffer(linked(gpu.arch), np.uint8)
     module = gpu.do(gpu.driver.cuModuleLoadData(image.ctypes.data))
     handle = gpu.do(gpu.driver.cuModuleGetFunction(module, b"go"))
-    return CudaFunction("go", source.parameters(GO.read_text(), "go"), handle, 0, 0, 0)
+    return CudaFunction("go", source.parameters(GO.read_text(), "go"), handle, 0, 0)
 
 
 class While:

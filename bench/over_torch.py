@@ -39,8 +39,12 @@ class Backend:
         function = self.device.function(file, kernel, defines)
         self.spills |= bool(function.local_bytes)
         args = [a.tensor.data_ptr() if isinstance(a, Buffer) else a for a in args]
-        stream = torch.cuda.current_stream().cuda_stream
-        self.device.launch(function, grid, block, shared, args, stream=stream, **how)
+        self.on_device(function, grid, block, shared, args, **how)
+
+    def on_device(self, function, *args, **how):
+        """A launch in torch's current stream."""
+        self.device.use(self.device.driver.CUstream(torch.cuda.current_stream().cuda_stream))
+        self.device.launch(function, *args, **how)
 
 
 def timed(calls, replays):

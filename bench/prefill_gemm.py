@@ -97,7 +97,7 @@ class Bench:
 
         def qkv(w):
             laid, scale, y = prefill.tokens(self.backend, x, norm, 1e-6, work)
-            prefill.linear(self.backend, rows, w, laid, scale, y)
+            prefill.product(self.backend, rows, w, laid, scale, y)
 
         found = {
             "gate_up_us": self.timed(self.weights(*GATE_UP, "packed pairs"), gate_up, replays),
@@ -124,12 +124,12 @@ class Bench:
         plain = self.pool[: outputs * cols].view(outputs, cols)
         tiles, chunks = fast.tiles_of(outputs), -(-cols // 32)
         packed = torch.empty(tiles * chunks * 512, device="cuda", dtype=torch.bfloat16)
-        args = [Buffer(plain), Buffer(plain[8:]), Buffer(packed), outputs, outputs - 8, 16, tiles, cols]
+        args = [Buffer(plain), Buffer(plain[8:]), Buffer(packed), outputs, outputs - 8, 16, tiles, cols, 0]
         self.backend.launch("pack.cu", "pack", -(-tiles * chunks * 32 // 256), 256, 0, args)
         weight = Weight((outputs, cols), "bf16", "packed", (Buffer(packed),))
         y, alone = (torch.zeros(count, outputs, device="cuda") for count in (rows, 1))
-        prefill.linear(self.backend, rows, weight, self.laid(rows, cols), None, Buffer(y), tile=tile)
-        prefill.linear(self.backend, 1, weight, self.laid(1, cols), None, Buffer(alone))
+        prefill.product(self.backend, rows, weight, self.laid(rows, cols), None, Buffer(y), tile=tile)
+        prefill.product(self.backend, 1, weight, self.laid(1, cols), None, Buffer(alone))
         torch.cuda.synchronize()
         tokens = self.tokens[: rows * cols].view(rows, cols)
         want, terms = tokens.double() @ plain.double().T, tokens.double().abs() @ plain.double().abs().T

@@ -8,14 +8,16 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from minidflash.kernels.sizes import SIZES
+from minidflash.kernels.table import CLAMPED, SILU
+from minidflash.kernels.weight import EXPERT_PAIRS, EXPERTS
 from minidflash.weights import names
 
 from minidflash.engine import Engine, build
 from minidflash.fit import positions_of
 from minidflash.rope import Rope, rope_tables
-from minidflash.stack import DrafterConfig, Layer, ModelConfig
+from minidflash.stack import DrafterConfig, Experts, Layer, ModelConfig
 
-SHAPES = [name for name, sizes in SIZES.items() if not sizes.E]  # those that an engine can be built of
+SHAPES = list(SIZES)
 
 
 class RandomTensor:
@@ -27,6 +29,9 @@ class RandomTensor:
 
     def __init__(self, name, shape, rng):
         self.name, self.shape = name, shape
+        if "bias" in name or "sinks" in name:
+            self.array = np.zeros(shape, np.uint16)
+            return
         if len(shape) == 1:  # norms: ones
             self.array = np.full(shape, 0x3F80, np.uint16)
             return
@@ -50,27 +55,21 @@ def configs(shape, positions):
     """(ModelConfig, DrafterConfig) of a named shape."""
     m = SIZES[shape]
     d = m.drafter
-    own = [
-        Layer(
-            m.H,
-            m.G,
-            m.K,
-            m.F,
-            window=window,
-            scale=m.K**-0.5,
-            qk_norm=m.family == "qwen3",
-            attention_bias=m.bias,
-        )
-        for window in m.windows
-    ]
+    facts = {"scale": m.K**-0.5, "attention_bias": m.bias, "qk_norm": m.family.startswith("qwen3")}
+    if m.E:
+        gpt_oss = {"normalise": True, "limit": 7.0, "alpha": 1.702, "bias": True} if m.bias else {}
+        layout = "mxfp4" if m.experts == "mxfp4" else "separate"
+        facts |= {"ffn": "experts", "sinks": m.bias}
+        facts["experts"] = Experts(m.E, m.U, CLAMPED if m.bias else SILU, layout, **gpt_oss)
+    own = tuple(Layer(m.H, m.G, m.K, m.F, window=window, **facts) for window in m.windows)
     drafting = Layer(d.H, d.G, d.K, d.F, causal=False, scale=d.K**-0.5, qk_norm=True, attention_bias=m.bias)
     shared = {"width": m.D, "ropes": (Rope(m.theta),), "eps": 1e-6, "vocab": m.V, "max_positions": positions}
     target = ModelConfig(
-        layers=tuple(own), family=m.family, tied=m.tied, stop_ids=(), bos_id=None, dtype="bfloat16", **shared
+        layers=own, family=m.family, tied=m.tied, stop_ids=(), bos_id=None, dtype="bfloat16", **shared
     )
     drafter = DrafterConfig(
         layers=(drafting,) * d.layers,
-        block=16,
+        block=d.block,
         mask_id=m.V - 1,
         taps=d.taps,
         target_layers=m.layers,
@@ -100,7 +99,10 @@ def random_engine(ops, shape, ctx, seed=0, chunk=None):
         kind: rope_tables(ops, *kind, count) for kind, count in positions_of(target, drafter, ctx).items()
     }
     since = time.perf_counter()
-    big = build(ops, target, random_bound(table, rng), tables)
+    of_experts = {name: named for name, named in table.items() if named.role in (EXPERTS, EXPERT_PAIRS)}
+    dense = {name: named for name, named in table.items() if name not in of_experts}
+    big = build(ops, target, random_bound(dense, rng), tables)
+    put_experts(ops, big, of_experts, rng)
     small = build(ops, drafter, random_bound(names.drafter_table(drafter), rng), tables)
     big.embed, big.head = big.weights["embed"], big.weights.get("head", big.weights["embed"])
     small.embed, small.head = big.embed, big.head
@@ -111,6 +113,20 @@ def random_engine(ops, shape, ctx, seed=0, chunk=None):
         drafter_name=shape + "-drafter", ctx=ctx, chunk=chunk or min(ops.prefill_chunk, ctx), load_s=seconds,
     )  # fmt: skip
     return engine, seconds
+
+
+def put_experts(ops, model, table, rng):
+    """Experts of a model's layers, made on the card: a checkpoint of them would be read for minutes."""
+    from experts import RandomWeights
+
+    if table:
+        make = RandomWeights(ops, rng)
+        for name, named in table.items():
+            _, i, short = name.split(".")
+            kind = "mxfp4" if named.transform.startswith("blocks") else "bf16"
+            weight = make.experts(kind, named.shape, named.role == EXPERT_PAIRS)
+            model.layers[int(i)][short] = weight
+            model.nbytes += weight.nbytes
 
 
 def set_context(ops, s, context, fresh=0):

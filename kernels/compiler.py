@@ -5,11 +5,9 @@ imported before it is needed.
 """
 
 import importlib
-import importlib.util
 import re
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 from ..errors import UserError
 from . import diskcache, source
@@ -61,21 +59,6 @@ def open_nvrtc():
     return nvrtc, (major, minor)
 
 
-def _header_folder(version):
-    """The runtime wheel's headers, of NVRTC's version: with others come type errors from inside them."""
-    package = f"nvidia-cuda-runtime=={version[0]}.{version[1]}.*"
-    spec = importlib.util.find_spec("nvidia")
-    for root in (spec and spec.submodule_search_locations) or ():
-        header = Path(root) / f"cu{version[0]}" / "include" / "cuda_runtime_api.h"
-        if header.is_file():
-            found = int(re.search(r"#define CUDART_VERSION\s+(\d+)", header.read_text(errors="replace"))[1])
-            if (found // 1000, found % 1000 // 10) != version:
-                have = f"{found // 1000}.{found % 1000 // 10}"
-                raise missing(f"CUDA headers {have} beside NVRTC {version[0]}.{version[1]}", package)
-            return str(header.parent)
-    raise missing("CUDA's headers are not installed", package)
-
-
 @dataclass(frozen=True)
 class Resources:
     """What ptxas says of one kernel: registers a thread; stack and spilled bytes, all 0 in a good kernel."""
@@ -112,8 +95,6 @@ def compile_cubin(file, arch, defines=None):
     options += [f"-D{key}={value}" for key, value in sorted(source.macros(path, defines).items())]
     key = diskcache.digest(version, *options, *texts.values())  # what the folders below hold is in the texts
     options += [f"-I{path.parent}", f"-I{source.CUDA_FOLDER}"]
-    if any(re.search(r"^\s*#\s*include\s*<", text, re.MULTILINE) for text in texts.values()):
-        options.append(f"-I{_header_folder(version)}")
     folder = diskcache.folder("cubin")
     if folder:
         stored, log = folder / f"{path.stem}-{key}.cubin", folder / f"{path.stem}-{key}.log"

@@ -83,7 +83,7 @@ class OracleBackend(HostBackend):
     def weight(self, parts, role="", experts=0):
         """Plain `Weight` from checkpoint tensors stacked along rows, of so many experts (0: a matrix),
         expert by expert."""
-        data = np.concatenate([oracle.real(widen(p)).reshape(len(p.array), -1) for p in parts])
+        data = np.concatenate([oracle.real(widen(p)).reshape(p.shape[0], -1) for p in parts])
         kind = {"BF16": "bf16", "MXFP4": "mxfp4"}.get(parts[0].dtype, "f32")
         for part in parts:
             part.drop()

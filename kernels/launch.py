@@ -5,7 +5,6 @@ CudaDevice and emulate.EmulatedDevice have one interface: a backend is written o
 """
 
 import ctypes
-import math
 from functools import cache
 from threading import Lock
 
@@ -45,14 +44,13 @@ def _driver():
 
 
 class CudaFunction:
-    """One loaded kernel: name, parameters, static shared bytes a block, registers, local bytes a thread."""
+    """One loaded kernel: name, parameters, static shared bytes a block, local bytes a thread."""
 
-    def __init__(self, name, parameters, handle, shared, registers, local_bytes):
+    def __init__(self, name, parameters, handle, shared, local_bytes):
         self.name = name
         self.parameters = parameters
         self.handle = handle
         self.shared = shared
-        self.registers = registers
         self.local_bytes = local_bytes
         self.opted_in = 0  # dynamic shared bytes allowed so far
         self.configs, self.held = {}, {}  # of launches seen before; see CudaDevice.holds
@@ -73,7 +71,6 @@ class CudaDevice:
             raise UserError(
                 f"no GPU {index}: this machine has {count}", hint="--device 0 is the first", code=3
             )
-        self.index = index
         self._device = device = self.do(driver.cuDeviceGet(index))
         attribute = driver.CUdevice_attribute
 
@@ -132,7 +129,7 @@ class CudaDevice:
             return self._functions[module_key, name]
         driver = self.driver
         path = source.find(file)
-        parameters = source.parameters(path.read_text(encoding="utf-8"), name, defines)
+        parameters = source.parameters(path.read_text(encoding="utf-8"), name)
         self.enter()
         if module_key not in self._modules:
             cubin, _ = compile_cubin(path, self.arch, defines)
@@ -148,34 +145,29 @@ class CudaDevice:
         # which kept the next kernel's blocks waiting for the last one's.
         carveout = attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
         self.do(driver.cuFuncSetAttribute(handle, carveout, 100))
-        function = CudaFunction(
-            name, parameters, handle, ask("SHARED_SIZE_BYTES"), ask("NUM_REGS"), ask("LOCAL_SIZE_BYTES")
-        )
+        used = ask("SHARED_SIZE_BYTES"), ask("LOCAL_SIZE_BYTES")
+        function = CudaFunction(name, parameters, handle, *used)
         self._functions[module_key, name] = function
         return function
 
-    def launch(
-        self, function, grid, block, shared, args, cluster=1, cooperative=False, dependent=False, early=(),
-        stream=None,
-    ):  # fmt: skip
-        """Start a kernel; returns at once.
+    def launch(self, function, grid, block, shared, args, cluster=1, dependent=False, early=()):
+        """Start a kernel in the device's stream; returns at once.
 
-        grid, block, cluster: ints or tuples; the grid counts blocks, not clusters. shared: dynamic bytes a
-        block. args: CuPy arrays or device addresses for pointers, numbers for scalars. dependent: may start
-        while the launch before it in the stream still runs; the kernel then calls griddep_wait. early: arrays
-        of which it reads before that what the launch before did not write; a matter of the emulator.
-        stream: one other than the device's own, as an int, a CuPy stream or anything with __cuda_stream__.
+        grid: blocks, an int or up to three. block, cluster: threads and blocks, ints.
+        shared: dynamic bytes a block.
+        args: CuPy arrays or device addresses for pointers, numbers for scalars. dependent: may start while
+        the launch before it in the stream still runs; the kernel then calls griddep_wait. early: arrays of
+        which it reads before that what the launch before did not write; a matter of the emulator.
         Errors: UserError for the card's limits, TypeError for arguments, RuntimeError with the driver's code.
         """
         packed = source.pack(function.name, function.parameters, args, _address)
         self.enter()
-        stream = self.stream if stream is None else _stream_address(stream)
-        key = grid, block, shared, cluster, cooperative, dependent, stream
+        key = grid, block, shared, cluster, dependent, self.stream
         config = function.configs.get(key)
         if config is None:
             if len(function.configs) >= MOST_CONFIGS:
                 function.configs.clear()
-            config = function.configs[key] = self._config(function, *key)
+            config = function.configs[key] = self._config(function, *key[:-1])
         pointers = (ctypes.c_void_p * max(len(packed), 1))(*map(ctypes.addressof, packed))
         (code,) = self.driver.cuLaunchKernelEx(config, function.handle, ctypes.addressof(pointers), 0)
         if code != 0:
@@ -183,25 +175,18 @@ class CudaDevice:
                 f"launch of {function.name}, grid {grid}, block {block}, shared {shared}: {code.name}"
             )
 
-    def _config(self, function, grid, block, shared, cluster, cooperative, dependent, stream):
+    def _config(self, function, grid, block, shared, cluster, dependent):
         """What the driver is told of a launch, once; the same launch takes a third of the time from then
         on."""
         driver = self.driver
-        grid, block, cluster = (
-            source.extent(value, what)
-            for value, what in ((grid, "grid"), (block, "block"), (cluster, "cluster"))
-        )
-        if math.prod(cluster) > 8 or any(g % c for g, c in zip(grid, cluster, strict=True)):
-            raise UserError(
-                f"kernel {function.name}: cluster {cluster} is over 8 or does not divide grid {grid}"
-            )
+        grid = source.grid_of(function.name, grid, cluster)
         self._allow(function, shared)
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
-        config.blockDimX, config.blockDimY, config.blockDimZ = block
+        config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
         config.sharedMemBytes = shared
-        config.hStream = driver.CUstream(stream)
-        attributes = self._attributes(cluster, cooperative, dependent)
+        config.hStream = self.driver_stream
+        attributes = self._attributes(cluster, dependent)
         config.attrs = attributes
         config.numAttrs = len(attributes)
         return config
@@ -227,27 +212,22 @@ class CudaDevice:
                 ask = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor
                 function.held[key] = self.sms * self.do(ask(function.handle, threads, shared))
             else:
-                config = self._config(function, cluster, threads, shared, cluster, False, False, self.stream)
+                config = self._config(function, cluster, threads, shared, cluster, False)
                 function.held[key] = cluster * self.do(
                     driver.cuOccupancyMaxActiveClusters(function.handle, config)
                 )
         return function.held[key]
 
-    def _attributes(self, cluster, cooperative, dependent):
+    def _attributes(self, cluster, dependent):
         """Launch attributes; none for the plain case."""
         driver = self.driver
         kinds = driver.CUlaunchAttributeID
         attributes = []
-        if cluster != (1, 1, 1):
+        if cluster > 1:
             attribute = driver.CUlaunchAttribute()
             attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
             size = attribute.value.clusterDim
-            size.x, size.y, size.z = cluster
-            attributes.append(attribute)
-        if cooperative:
-            attribute = driver.CUlaunchAttribute()
-            attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-            attribute.value.cooperative = 1
+            size.x, size.y, size.z = cluster, 1, 1
             attributes.append(attribute)
         if dependent:
             attribute = driver.CUlaunchAttribute()
@@ -263,28 +243,14 @@ class CudaDevice:
 
 
 def _address(parameter, value):
-    """A device address as an int. value: a CuPy array, an int, or anything with __cuda_array_interface__."""
+    """A device address as an int. value: a CuPy array or an int."""
     if isinstance(value, int):
         return value
-    data = getattr(getattr(value, "data", None), "ptr", None)  # CuPy: much cheaper than the interface's dict
-    if data is not None:
-        if not value.flags.c_contiguous:
-            raise TypeError(f"{parameter.name}: the array is not contiguous")
-        return data
-    interface = getattr(value, "__cuda_array_interface__", None)
-    if interface is None:
+    address = getattr(getattr(value, "data", None), "ptr", None)
+    if address is None:
         raise TypeError(
             f"{parameter.name}: a pointer wants a CuPy array or an address, got {type(value).__name__}"
         )
-    if interface.get("strides") is not None:
+    if not value.flags.c_contiguous:
         raise TypeError(f"{parameter.name}: the array is not contiguous")
-    return interface["data"][0]
-
-
-def _stream_address(stream):
-    """A stream as an int. stream: an int, a CuPy stream, or anything with __cuda_stream__."""
-    if isinstance(stream, int):
-        return stream
-    if hasattr(stream, "__cuda_stream__"):
-        return int(stream.__cuda_stream__()[1])
-    return int(stream.ptr)
+    return address

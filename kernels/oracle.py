@@ -37,7 +37,7 @@ def matrix(w):
     return w.data if w.data.dtype == np.float64 else real(w.data)
 
 
-def linear(x, w, bias=None):
+def product(x, w, bias=None):
     """y = x W^T + bias for one row. x: (D,), w: (N, D), y: (N,)."""
     y = w @ x
     return y if bias is None else y + bias
@@ -60,13 +60,18 @@ def rope(x, cos, sin):
     return np.concatenate([a * cos - b * sin, b * cos + a * sin, x[:, 2 * j :]], axis=1)
 
 
-def softmax_attend(q, k, v, scale):
-    """softmax(scale * q k^T) v for one query head; no key at all gives zeros. q: (K,), k and v: (n, K)."""
+def softmax_attend(q, k, v, scale, sink=None):
+    """softmax(scale * q k^T) v for one query head; no key at all gives zeros. q: (K,), k and v: (n, K).
+
+    sink: the logit, not scaled, of one thing more in the softmax, which has no value (models.md 4).
+    """
     if len(k) == 0:
         return np.zeros_like(q)
     scores = scale * (k @ q)
-    p = np.exp(scores - scores.max())
-    return (p / p.sum()) @ v
+    top = scores.max() if sink is None else np.maximum(scores.max(), sink)
+    p = np.exp(scores - top)
+    total = p.sum() if sink is None else p.sum() + np.exp(sink - top)
+    return (p / total) @ v
 
 
 def silu(z):
@@ -106,8 +111,8 @@ def qkv(
         if pos[t] < 0:
             continue
         y = normed(real(x[t]), norm, eps)
-        head = linear(y, matrix(wq), q_bias).reshape(-1, size)
-        k, v = linear(y, matrix(wkv), kv_bias).reshape(2, groups, size)
+        head = product(y, matrix(wq), q_bias).reshape(-1, size)
+        k, v = product(y, matrix(wkv), kv_bias).reshape(2, groups, size)
         if q_norm is not None:
             head = rmsnorm(head, q_norm, eps)
         if k_norm is not None:
@@ -119,8 +124,9 @@ def qkv(
     return q
 
 
-def attend(q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, work):
-    """o[t, h] = attention of query head h over the keys its row sees, GQA by consecutive heads: (T, H, K)."""
+def attend(q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, sinks, work):
+    """o[t, h] = attention of query head h over the keys its row sees, GQA by consecutive heads.
+    Returns (T, H, K)."""
     heads, (groups, room) = q.shape[1], cache_k.shape[1:3]
     o = np.zeros(q.shape)
     for t in range(len(q)):
@@ -130,21 +136,27 @@ def attend(q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, wo
         for h in range(heads):
             g = h // (heads // groups)
             k, v = (real(c[slot[t], g, np.arange(first, last) % room]) for c in (cache_k, cache_v))
-            o[t, h] = softmax_attend(real(q[t, h]), k, v, scale)
+            sink = None if sinks is None else float(sinks[h])
+            o[t, h] = softmax_attend(real(q[t, h]), k, v, scale, sink)
     return o
+
+
+def linear(a, w, bias, work):
+    """y = a W^T + bias: (T, D)."""
+    return np.stack([product(real(row), matrix(w), bias) for row in a])
 
 
 def linear_add(a, w, bias, tap_row, tap_at, x, taps, work):
     """x += a W^T + bias; the new row also goes to taps[tap_row, tap_at:tap_at+D] when there are taps."""
     for t in range(len(a)):
-        store(real(x[t]) + linear(real(a[t]), matrix(w), bias), x[t])
+        store(real(x[t]) + product(real(a[t]), matrix(w), bias), x[t])
         if taps is not None and tap_row[t] >= 0:
             taps[tap_row[t], tap_at : tap_at + x.shape[1]] = x[t]
 
 
 def gate_up(x, norm, eps, w, work):
     """h = silu(Wg n(x)) * (Wu n(x)), (T, F); w holds gate rows, then up rows. norm None: of x itself."""
-    return np.stack([_swiglu(linear(normed(real(row), norm, eps), matrix(w))) for row in x])
+    return np.stack([_swiglu(product(normed(real(row), norm, eps), matrix(w))) for row in x])
 
 
 def _swiglu(y):
@@ -158,7 +170,7 @@ def head(x, pick, norm, eps, w, limit, ids, work):
     Compared as f32: NumPy adds up equal rows of W in different orders, and only rounded do they tie.
     """
     for r in pick:
-        logits = linear(rmsnorm(real(x[r]), norm, eps), matrix(w))[:limit].astype(np.float32)
+        logits = product(rmsnorm(real(x[r]), norm, eps), matrix(w))[:limit].astype(np.float32)
         ids[r] = np.argmax(logits) if np.isfinite(logits).all() else -1
 
 
@@ -209,7 +221,7 @@ def law_of(x, norm, eps, w, limit, top_k, temperature, top_p, min_p):
     Temperatures below 1e-5 give all the mass to the smallest argmax. Where a logit is not finite there is no
     law: all the mass is id 0's, and the logits are None. Logits are rounded to f32 first, as in head.
     """
-    logits = linear(rmsnorm(real(x), norm, eps), matrix(w))[:limit].astype(np.float32).astype(np.float64)
+    logits = product(rmsnorm(real(x), norm, eps), matrix(w))[:limit].astype(np.float32).astype(np.float64)
     kept = np.zeros(limit, np.uint64)
     if not np.isfinite(logits).all():
         kept[0] = MASS
@@ -309,12 +321,12 @@ def reject(x, pos, norm, eps, w, limit, key, law, drafts, mass, ids, logprob, wo
 
 def head_logits(x, norm, eps, w, work):
     """logits = W n(x): (T, V)."""
-    return np.stack([linear(rmsnorm(real(row), norm, eps), matrix(w)) for row in x])
+    return np.stack([product(rmsnorm(real(row), norm, eps), matrix(w)) for row in x])
 
 
 def fuse(taps, w, norm, eps, work):
     """f = hidden_norm(fc taps): the context feature of each row, (T, D)."""
-    return np.stack([rmsnorm(linear(real(row), matrix(w)), norm, eps) for row in taps])
+    return np.stack([rmsnorm(product(real(row), matrix(w)), norm, eps) for row in taps])
 
 
 def inject(f, wkv, kv_bias, k_norm, eps, cos, sin, slot, pos, at, cache_k, cache_v, work):
@@ -326,7 +338,7 @@ def inject(f, wkv, kv_bias, k_norm, eps, cos, sin, slot, pos, at, cache_k, cache
     for t in range(len(f)):
         if pos[t] < 0:
             continue
-        kv = linear(real(f[t]), matrix(wkv), kv_bias).reshape(layers, 2, groups, size)
+        kv = product(real(f[t]), matrix(wkv), kv_bias).reshape(layers, 2, groups, size)
         for layer in range(layers):
             k, v = kv[layer]
             if k_norm is not None:

@@ -67,7 +67,7 @@ def route(x, norm, eps, w, bias, normalise, pos, touched, work, u, expert, share
         u[t], expert[t], share[t] = 0, -1, 0
         if pos[t] >= 0:
             oracle.store(oracle.rmsnorm(oracle.real(x[t]), norm, eps), u[t])
-            logits = oracle.linear(oracle.real(u[t]), oracle.matrix(w), bias).astype(np.float32)
+            logits = oracle.product(oracle.real(u[t]), oracle.matrix(w), bias).astype(np.float32)
             expert[t], share[t] = choose(logits.astype(np.float64), expert.shape[1], normalise)
     first[:], order[:] = group(expert, w.shape[0])
     touched[0] += np.count_nonzero(np.diff(first))
@@ -83,7 +83,7 @@ def experts_up(u, w, bias, expert, first, order, act, limit, alpha, work):
     h = np.zeros((*expert.shape, w.rows // 2))
     for t, k in np.argwhere(expert >= 0):
         e = expert[t, k]
-        y = oracle.linear(oracle.real(u[t]), oracle.matrix(w)[e], None if bias is None else bias[e])
+        y = oracle.product(oracle.real(u[t]), oracle.matrix(w)[e], None if bias is None else bias[e])
         h[t, k] = activate(y, act, limit, alpha)
     return h
 
@@ -96,7 +96,7 @@ def experts_down(h, w, bias, expert, share, first, order, tap_row, tap_at, x, ta
             continue
         total = oracle.real(x[t])
         for e, part, row in zip(expert[t], share[t], h[t], strict=True):
-            total += part * oracle.linear(
+            total += part * oracle.product(
                 oracle.real(row), oracle.matrix(w)[e], None if bias is None else bias[e]
             )
         oracle.store(total, x[t])

@@ -19,7 +19,9 @@ PEAKS = {
 FUSED = {
     "embed": "gather, scale",
     "qkv": "norm -> Q, K, V -> bias, q/k norm, rotation -> append to the caches",
-    "attend": "q k^T -> softmax -> p v, keys split at absolute multiples of 128, merged in order",
+    "attend": "q k^T -> softmax, a sink in it -> p v, keys split at absolute multiples of 128, "
+    "merged in order",
+    "linear": "product -> bias",
     "linear_add": "product -> bias, residual -> tap",
     "gate_up": "norm -> gate, up -> SwiGLU",
     "route": "norm -> router -> likeliest experts, shares -> groups",

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Drafter:
-    """A DFlash drafter, as wide as its target. taps: the target's layers whose outputs it reads."""
+    """A DFlash drafter, as wide as its target. taps: the target's layers whose outputs it reads.
+    block: as trained.
+    """
 
     layers: int
     H: int
@@ -16,6 +18,7 @@ class Drafter:
     K: int
     F: int
     taps: tuple[int, ...]
+    block: int = 16
 
 
 @dataclass(frozen=True)
@@ -80,8 +83,8 @@ SIZES = {
     "qwen3-coder-30b-a3b": Sizes("qwen3_moe", 48, 2048, 32, 4, 128, 768, 151936, False, 1e7,
                                  Drafter(8, 32, 4, 128, 6144, (1, 12, 23, 34, 45)), 128, 8, "bf16"),
     "gpt-oss-20b": Sizes("gpt_oss", 24, 2880, 64, 8, 64, 2880, 201088, False, 1.5e5,
-                         Drafter(8, 64, 8, 64, 7680, (1, 6, 11, 16, 21)), 32, 4, "mxfp4", 128, True),
+                         Drafter(8, 64, 8, 64, 7680, (1, 6, 11, 16, 21), 8), 32, 4, "mxfp4", 128, True),
     "gpt-oss-120b": Sizes("gpt_oss", 36, 2880, 64, 8, 64, 2880, 201088, False, 1.5e5,
-                          Drafter(8, 64, 8, 64, 7680, (1, 9, 17, 25, 33)), 128, 4, "mxfp4", 128, True),
+                          Drafter(8, 64, 8, 64, 7680, (1, 9, 17, 25, 33), 10), 128, 4, "mxfp4", 128, True),
     "toy": Sizes("qwen3", 4, 256, 8, 2, 64, 512, 1000, False, 1e6, Drafter(2, 8, 2, 64, 512, (1, 2))),
 }  # fmt: skip

@@ -17,14 +17,7 @@ from . import record
 
 CUDA_FOLDER = Path(str(resources.files(__package__))) / "cuda"
 
-_SCALARS = {
-    "bool": ctypes.c_bool, "char": ctypes.c_int8, "u8": ctypes.c_uint8, "unsigned char": ctypes.c_uint8,
-    "short": ctypes.c_int16, "u16": ctypes.c_uint16, "unsigned short": ctypes.c_uint16,
-    "int": ctypes.c_int32, "unsigned": ctypes.c_uint32, "unsigned int": ctypes.c_uint32,
-    "u32": ctypes.c_uint32, "i64": ctypes.c_int64, "long long": ctypes.c_int64, "u64": ctypes.c_uint64,
-    "unsigned long long": ctypes.c_uint64, "size_t": ctypes.c_uint64,
-    "float": ctypes.c_float, "double": ctypes.c_double,
-}  # fmt: skip
+_SCALARS = {"int": ctypes.c_int32, "u64": ctypes.c_uint64, "float": ctypes.c_float}
 
 
 @dataclass(frozen=True)
@@ -81,28 +74,28 @@ def kernel_names(text):
     return re.findall(pattern, strip_comments(text))
 
 
-def parameters(text, name, defines=()):
+def parameters(text, name):
     """The parameters of one kernel, in order.
 
-    text: the source. name: the kernel. defines: mapping, for scalar types that are macros.
-    Returns a tuple of Parameter. Errors: UserError for a kernel or a type that is not there.
+    text: the source. name: the kernel. Returns a tuple of Parameter.
+    Errors: UserError for a kernel or a type that is not there.
     """
     text = strip_comments(text)
     head = re.search(rf"__global__[^;{{}}]*?\b{re.escape(name)}\s*\(", text)
     if not head:
         raise UserError(f"no kernel {name} in this source; it has {', '.join(kernel_names(text)) or 'none'}")
     inside = text[head.end() : text.index(")", head.end())]
-    return tuple(_parameter(part, name, dict(defines)) for part in inside.split(",") if part.strip())
+    return tuple(_parameter(part, name) for part in inside.split(",") if part.strip())
 
 
-def _parameter(declaration, kernel, defines):
+def _parameter(declaration, kernel):
     words = re.sub(r"__restrict__|__grid_constant__", " ", declaration).strip()
     match = re.fullmatch(r"(.*?)(\w+)", words, re.DOTALL)
     kind, name = match[1].strip(), match[2]
     if "*" in kind:
         return Parameter(name, None, "const" in kind.split("*")[0].split())
     kind = " ".join(word for word in kind.split() if word != "const")
-    scalar = _SCALARS.get(str(defines.get(kind, kind)))
+    scalar = _SCALARS.get(kind)
     if scalar is None:
         raise UserError(
             f"kernel {kernel}: parameter {name} has type {kind!r}, not a pointer or a known scalar"
@@ -126,7 +119,7 @@ def pack(kernel, wanted, given, address):
             packed.append(ctypes.c_void_p(None if value is None else address(parameter, value)))
             continue
         plain = value.item() if isinstance(value, np.generic) else value
-        integer = parameter.scalar not in (ctypes.c_float, ctypes.c_double, ctypes.c_bool)
+        integer = parameter.scalar is not ctypes.c_float
         if not isinstance(plain, int if integer else (int, float)):
             raise TypeError(f"{kernel}: {parameter.name} is a scalar, got {type(value).__name__}")
         result = parameter.scalar(plain)
@@ -138,12 +131,15 @@ def pack(kernel, wanted, given, address):
     return packed
 
 
-def extent(value, what):
-    """A grid, block or cluster size as three ints; a plain int is its x."""
-    sizes = (value,) if isinstance(value, (int, np.integer)) else tuple(value)
+def grid_of(kernel, grid, cluster):
+    """A grid, an int (its x) or up to three, as three ints.
+    Errors: UserError where clusters do not divide it."""
+    sizes = (grid,) if isinstance(grid, (int, np.integer)) else tuple(grid)
     sizes = tuple(int(size) for size in sizes) + (1,) * (3 - len(sizes))
     if len(sizes) != 3 or min(sizes) < 1:
-        raise ValueError(f"{what} {value} must be one to three sizes of at least 1")
+        raise ValueError(f"grid {grid} must be one to three sizes of at least 1")
+    if cluster > 8 or sizes[0] % cluster:
+        raise UserError(f"kernel {kernel}: clusters of {cluster} are over 8 or do not divide grid {grid}")
     return sizes
 
 

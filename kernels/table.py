@@ -27,7 +27,8 @@ TABLE = {
     "q_norm:f32[K]? k_norm:f32[K]? cos:f32[P,J] sin:f32[P,J] slot:i32[T] pos:i32[T] at:i32[T] "
     "&cache_k:A[N,G,S,K] &cache_v:A[N,G,S,K] &work:f32[Z] -> q:A[T,H,K]",
     "attend": "q:A[T,H,K] cache_k:A[N,G,S,K] cache_v:A[N,G,S,K] slot:i32[T] pos:i32[T] begin:i32[T] "
-    "end:i32[T] window:i32 causal:i32 scale:f32 &work:f32[Z] -> o:A[T,H,K]",
+    "end:i32[T] window:i32 causal:i32 scale:f32 sinks:f32[H]? &work:f32[Z] -> o:A[T,H,K]",
+    "linear": "a:A[T,F] w:W[D,F] bias:f32[D]? &work:f32[Z] -> y:A[T,D]",
     "linear_add": "a:A[T,F] w:W[D,F] bias:f32[D]? tap_row:i32[T]? tap_at:i32 "
     "&x:A[T,D] &taps:A[R,C]? &work:f32[Z]",
     "gate_up": "x:A[T,D] norm:f32[D]? eps:f32 w:W[2*F,D] &work:f32[Z] -> h:A[T,F]",

@@ -18,7 +18,8 @@ class Started:
     """A round that was read. injected: context features it injected, None: it let them wait.
     cost: seconds of its work.
 
-    seconds: since the last one was read, or cost where that is more.
+    seconds: since the last one was read, or cost where that is more. experts: distinct ones that its verified
+    rows went through, a layer; None where the target has none.
     """
 
     width: int
@@ -27,6 +28,7 @@ class Started:
     cost: float
     seconds: float
     logprobs: list | None
+    experts: float | None
 
 
 class Ahead:
@@ -39,6 +41,9 @@ class Ahead:
             0,
             deque(),
         )  # waiting: context features, as s.fresh says
+        rows = s.rows.experts
+        self._touched = [rows.touched] if rows else []
+        self._seen = [int(engine.ops.download(rows.touched)[0])] if rows else []
         self._most = 0 if os.environ.get("MINIDFLASH_CHECK") == "1" else engine.ops.rounds_ahead
 
     def __enter__(self):
@@ -55,13 +60,21 @@ class Ahead:
         while len(self._started) <= self._most and self._start():
             pass
         width, is_injecting, result = self._started.popleft()
-        cost, (numbers,), *scores = result()
+        cost, (numbers,), *read = result()
+        experts = self._distinct(read.pop()) if self._touched else None
         record = Record.of(numbers)
         injected = self._waiting if is_injecting else None
         self._waiting = record.emitted + (0 if is_injecting else self._waiting)
         self.committed += record.emitted
-        logprobs = scores[0][: record.emitted].tolist() if scores else None
-        return Started(width, injected, record, cost, max(cost, time.perf_counter() - since), logprobs)
+        logprobs = read[0][: record.emitted].tolist() if read else None
+        seconds = max(cost, time.perf_counter() - since)
+        return Started(width, injected, record, cost, seconds, logprobs, experts)
+
+    def _distinct(self, counter):
+        """Experts a layer since the last round was read; the counter goes on for ever, and round."""
+        before, self._seen = self._seen, [int(counter[0])]
+        layers = sum(experts is not None for experts in self.engine.target.config.each("experts"))
+        return (self._seen[0] - before[0]) % 2**32 / layers
 
     def _start(self):
         """Start one round more; False where it is not needed, or what is under way decides what it does."""
@@ -72,7 +85,7 @@ class Ahead:
             return False
         is_injecting = request.drafts and (width > 1 or self._waiting == s.block)
         keys = len(request.ids) + self.committed + coming + s.block
-        read = s.record, *([s.logprob[:width]] if request.sampling.logprobs else [])
+        read = s.record, *([s.logprob[:width]] if request.sampling.logprobs else []), *self._touched
         result = engine.ops.start(program(engine, s, request, width, is_injecting, keys), *read)
         self._started.append((width, is_injecting, result))
         return True

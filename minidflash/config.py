@@ -5,15 +5,16 @@ from itertools import pairwise
 
 from .config_keys import DRAFTER_FIXED, FIXED, Reader
 from .errors import UserError
+from .families import FAMILIES, TRAINING
 from .stack import DrafterConfig, Layer, ModelConfig
 from .values import told
 
 # Named here so that the refusal says "not built yet" and not "unknown"; models.md 3 to 6.
 LATER = {
-    "qwen3_moe": "qwen3_moe", "gpt_oss": "gpt_oss", "gemma4": "gemma4", "gemma4_text": "gemma4",
+    "gemma4": "gemma4", "gemma4_text": "gemma4",
     "qwen3_5": "qwen3_5", "qwen3_5_text": "qwen3_5", "qwen3_5_moe": "qwen3_5",
 }  # fmt: skip
-BUILT = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+BUILT = {name: family.architecture for name, family in FAMILIES.items()}
 DRAFTER = "DFlashDraftModel"
 WIDEST = 64  # widest block; above what the drafter was trained on acceptance falls (golden README)
 VARIANTS = {
@@ -73,10 +74,10 @@ def read_target(config, generation=None, tensors=None):
                 f"architecture {names or model_type} ({LATER[model_type]}) is not built yet", hint=hint
             )
         raise UserError(f"architecture {names or model_type} is not supported", hint=hint)
-    sizes, facts, count = reader.sizes()
+    rules = FAMILIES[family]
+    sizes, facts, count = reader.sizes(rules.bias)
     windows = reader.windows(count)
-    if family == "llama" and any(windows):
-        reader.refuse("layer_types", "sliding_attention", "full_attention in every llama layer")
+    facts |= rules.layer(reader, facts, windows)
     vocab = reader.number("vocab", "vocab_size", int, 1)
     tied = reader.flag("tied", "tie_word_embeddings", False)
     generation = generation or {}
@@ -84,7 +85,6 @@ def read_target(config, generation=None, tensors=None):
     stops += _ids(reader, "generation_config.eos_token_id", generation.get("eos_token_id"), vocab)
     bos = config.get("bos_token_id")
     bos = list(_ids(reader, "bos_token_id", generation.get("bos_token_id") if bos is None else bos, vocab))
-    facts["qk_norm"] = family == "qwen3"
     result = ModelConfig(
         family=family, vocab=vocab, tied=tied,
         layers=tuple(Layer(window=window, **facts) for window in windows),
@@ -92,7 +92,9 @@ def read_target(config, generation=None, tensors=None):
         stop_ids=tuple(dict.fromkeys(stops)), bos_id=bos[0] if bos else None,
         dtype=str(config.get("dtype") or config.get("torch_dtype") or ""), sources=reader.sources, **sizes,
     )  # fmt: skip
-    reader.finish(FIXED)
+    if any(layer.experts for layer in result.layers):
+        reader.used |= TRAINING
+    reader.finish({key: value for key, value in FIXED.items() if key not in rules.free} | rules.fixed)
     return result
 
 

@@ -90,7 +90,7 @@ class Reader:
             self.refuse(self.sources[fact], found, "true or false")
         return default if found is None else found
 
-    def sizes(self):
+    def sizes(self, bias=False):
         """(width, eps, facts of all layers by name, how many): what targets and drafters share."""
         width = self.number("width", "hidden_size", int, 1)
         heads = self.number("heads", "num_attention_heads", int, 1)
@@ -111,7 +111,7 @@ class Reader:
         facts = {
             "heads": heads, "kv_heads": kv_heads, "head_size": head_size, "scale": head_size**-0.5,
             "ffn_width": self.number("ffn_width", "intermediate_size", int, 1),
-            "attention_bias": self.flag("attention_bias", "attention_bias", False),
+            "attention_bias": self.flag("attention_bias", "attention_bias", bias),
         }  # fmt: skip
         return {"width": width, "eps": eps, "ropes": (rope,)}, facts, layers
 

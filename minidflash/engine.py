@@ -141,7 +141,9 @@ def build(ops, config, bound, tables, progress=None):
         if name.startswith("layers."):
             _, i, short = name.split(".", 2)
             where = model.layers[int(i)]
-        where[short] = vector(ops, one) if one.role == VECTOR else ops.weight(one.parts, one.role)
+        where[short] = (
+            vector(ops, one) if one.role == VECTOR else ops.weight(one.parts, one.role, experts_of(one))
+        )
         model.nbytes += where[short].nbytes
         if progress:
             progress("weights", done + 1, len(bound))
@@ -154,6 +156,11 @@ def build(ops, config, bound, tables, progress=None):
         if "kv" not in layer:
             layer["kv"] = model.weights["kv"].slice(i * rows, rows)
     return model
+
+
+def experts_of(bound):
+    """How many experts a weight belongs to; 0: it is a matrix."""
+    return bound.shape[0] if len(bound.shape) == 3 else 0
 
 
 def vector(ops, bound):

@@ -24,7 +24,7 @@ def attention(ops, stack, layer, w, tables, rows, cache, work):
     begin = rows.begin if layer.sees_block else rows.pos
     ops.attend(
         q, cache.k, cache.v, rows.slot, rows.pos, begin, rows.end, layer.window, int(layer.causal),
-        layer.scale, work, o
+        layer.scale, w.get("sinks"), work, o,
     )  # fmt: skip
     ops.linear_add(wide(rows.o, layer.q_rows), w["o"], w.get("o_bias"), None, 0, rows.x, None, work)
 
@@ -37,11 +37,27 @@ def mlp(ops, stack, layer, w, rows, work, taps, tap_at):
     ops.linear_add(h, w["down"], None, tap_row, tap_at, rows.x, taps, work)
 
 
+def experts(ops, stack, layer, w, rows, work, taps, tap_at):
+    """x += what the chosen experts make of n(x), each by its share; and to the taps."""
+    e, r = layer.experts, rows.experts
+    h = wide(rows.h, e.used, layer.ffn_width)
+    ops.route(
+        rows.x, w["mlp_norm"], stack.eps, w["router"], w.get("router_bias"), int(e.normalise), rows.pos,
+        r.touched, work, r.u, r.expert, r.share, r.begin, r.order,
+    )  # fmt: skip
+    ops.experts_up(r.u, w["experts_up"], w.get("up_bias"), *r.groups, e.act, e.limit, e.alpha, work, h)
+    tap_row = rows.tap_row if taps is not None else None
+    ops.experts_down(
+        h, w["experts_down"], w.get("down_bias"), r.expert, r.share, r.begin, r.order, tap_row, tap_at,
+        rows.x, taps, work
+    )  # fmt: skip
+
+
 def addressed_by_position(ops, s, layer, cache):
     """Commit of attention: nothing. Keys behind the committed rows are written over before a row sees
     them."""
 
 
-MIXERS, FFNS = {"attention": attention}, {"mlp": mlp}
+MIXERS, FFNS = {"attention": attention}, {"mlp": mlp, "experts": experts}
 # mixer -> how its cache becomes that behind the s.kept rows of the verify pass
 COMMITS = {"attention": addressed_by_position}

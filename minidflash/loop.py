@@ -129,16 +129,9 @@ def sample_rounds(engine, s, request, timing, number, first):
             if os.environ.get("MINIDFLASH_CHECK") == "1":
                 check(engine, s, request, record, ahead.committed, one.injected)
             found = Round(
-                record.tokens,
-                None,
-                record.drafts,
-                record.accepted,
-                width,
-                one.seconds,
-                reason,
-                number,
-                one.logprobs,
-            )
+                record.tokens, None, record.drafts, record.accepted, width, one.seconds, reason, number,
+                one.logprobs, one.experts,
+            )  # fmt: skip
             yield from texts.push(found, reason is not None)
     yield from texts.finish()
     if record.why == NOT_FINITE and not texts.is_stopped:

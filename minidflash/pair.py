@@ -53,28 +53,32 @@ class Pair:
 
 
 def open_pair(
-    target="default", drafter=..., revision=None, drafter_revision=None, offline=False, progress=None
-):
+    target="default", drafter=..., revision=None, drafter_revision=None, offline=False, progress=None,
+    needs_weights=True,
+):  # fmt: skip
     """Open, read and check both checkpoints; nothing is left that a later step would find wrong with them.
 
     target, drafter: folder, Hugging Face id, "default"; drafter None, False or "none": none; left out: the
     embedded one for the embedded target, else none. revision, drafter_revision: of a Hugging Face id.
-    progress: as load's.
+    progress: as load's. needs_weights: False: a folder with config.json alone will do; what its weights are
+    is then foretold.
     Returns a Pair. Errors: UserError. Source: engine.md 4.
     """
     from minidflash.weights import names, open_checkpoint
 
     from .tokenizer import open_tokenizer
 
-    files = open_checkpoint(target, "target", revision, offline, progress)
+    files = open_checkpoint(target, "target", revision, offline, progress, needs_weights)
     config = read_target(files.config, files.generation, files.tensors)
-    opened = Checked(files, config, names.bind_target(config, files.tensors))
+    bind = names.bind_target if files.tensors else names.foretell_target
+    opened = Checked(files, config, bind(config, files.tensors))
     own = None
     if drafter is ...:
         drafter = "default" if target == "default" else None
     if not (drafter is None or drafter is False or is_word(drafter, "none")):
-        found = open_checkpoint(drafter, "drafter", drafter_revision, offline, progress)
+        found = open_checkpoint(drafter, "drafter", drafter_revision, offline, progress, needs_weights)
         draft_config = read_drafter(found.config, found.tensors)
-        own = Checked(found, draft_config, names.bind_drafter(draft_config, found.tensors))
+        bind = names.bind_drafter if found.tensors else names.foretell_drafter
+        own = Checked(found, draft_config, bind(draft_config, found.tensors))
         check_pair(config, draft_config)
     return Pair(opened, own, open_tokenizer(files.folder))

@@ -10,6 +10,24 @@ from .rope import Rope
 
 
 @dataclass(frozen=True)
+class Experts:
+    """The ffn of a layer as a mixture: a row goes through `used` of `count` experts of the layer's ffn_width.
+
+    normalise: shares are a softmax over the experts used, else over all. act, limit, alpha: as in the row
+    experts_up (table.py). bias: router and experts have one. layout: how files hold them (names.py).
+    """
+
+    count: int
+    used: int
+    act: int
+    layout: str
+    normalise: bool = True
+    limit: float = 0.0
+    alpha: float = 0.0
+    bias: bool = False
+
+
+@dataclass(frozen=True)
 class Layer:
     """One layer: x += mixer(x); x += ffn(x). mixer, ffn: names of functions in layers.py;
     the rest is what they need.
@@ -17,7 +35,8 @@ class Layer:
     heads, kv_heads, head_size: of attention. window: keys a row sees, itself included; 0: all. causal: False
     where a row also sees the rows behind it in its block. sees_block: a row sees its block's rows whatever
     the window. rope: which of the stack's ropes. scale: of q k^T. attention_bias: q, k, v and o have one.
-    qk_norm: q and k are normed, head by head. ffn_width: inner width of the ffn.
+    qk_norm: q and k are normed, head by head. sinks: a logit a head that has no value joins the softmax.
+    ffn_width: inner width of the ffn. experts: of a mixture.
     """
 
     heads: int
@@ -31,13 +50,20 @@ class Layer:
     scale: float = 0.0
     attention_bias: bool = False
     qk_norm: bool = False
+    sinks: bool = False
     mixer: str = "attention"
     ffn: str = "mlp"
+    experts: Experts | None = None
 
     @property
     def q_rows(self):
         """Outputs of the query projection."""
         return self.heads * self.head_size
+
+    @property
+    def inner(self):
+        """Numbers of a row inside the ffn."""
+        return self.ffn_width * (self.experts.used if self.experts else 1)
 
     @property
     def kv_rows(self):

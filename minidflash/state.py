@@ -29,10 +29,12 @@ class Rows:
     q: Any  # A[R,H*K] queries
     o: Any  # A[R,H*K] what attention gives
     h: Any  # A[R,F] inside the ffn
+    experts: Any  # ExpertRows, None where no layer has experts
 
     def first(self, count):
         """The same buffers, cut to `count` rows (views)."""
-        return Rows(*(getattr(self, name)[:count] for name in self.__dataclass_fields__))
+        buffers = [getattr(self, name)[:count] for name in self.__dataclass_fields__ if name != "experts"]
+        return Rows(*buffers, self.experts and self.experts.first(count))
 
     @property
     def address(self):
@@ -45,6 +47,48 @@ class Rows:
         return self.ids, self.slot, self.pos, self.at, self.begin, self.end, self.tap_row
 
 
+@dataclass
+class ExpertRows:
+    """Which experts the rows of a pass go through, as the row `route` says it."""
+
+    touched: Any  # i32[1] distinct experts of all passes and layers so far
+    u: Any  # A[R,D] normed rows
+    expert: Any  # i32[R,U]
+    share: Any  # f32[R,U]
+    begin: Any  # i32[E+1] where each expert's pairs begin in order
+    order: Any  # i32[R*U] pairs r*U + k, expert by expert
+
+    def first(self, count):
+        """The same buffers for `count` rows (views)."""
+        pairs = count * self.expert.shape[1]
+        return ExpertRows(
+            self.touched,
+            self.u[:count],
+            self.expert[:count],
+            self.share[:count],
+            self.begin,
+            self.order[:pairs],
+        )
+
+    @property
+    def groups(self):
+        """What the rows of experts read, in their order."""
+        return self.expert, self.begin, self.order
+
+
+def make_expert_rows(ops, stack, count):
+    """ExpertRows for passes of up to `count` rows; None where no layer has experts.
+    One kind of experts a stack."""
+    kinds = {(e.count, e.used) for e in stack.each("experts") if e}
+    if not kinds:
+        return None
+    ((experts, used),) = kinds
+    return ExpertRows(
+        ops.array((1,), "i32"), ops.array((count, stack.width), "A"), ops.array((count, used), "i32"),
+        ops.array((count, used), "f32"), ops.array((experts + 1,), "i32"), ops.array((count * used,), "i32"),
+    )  # fmt: skip
+
+
 def wide(buffer, *shape):
     """The first numbers of a buffer (R, most) as (R, *shape)."""
     count = len(buffer)
@@ -54,8 +98,9 @@ def wide(buffer, *shape):
 def make_rows(ops, stack, count):
     """Rows for passes of up to `count` rows through a stack."""
     i32 = [ops.array((count,), "i32") for _ in range(7)]
-    widths = stack.width, stack.most("q_rows"), stack.most("q_rows"), stack.most("ffn_width")
-    return Rows(*i32, *(ops.array((count, width), "A") for width in widths))
+    widths = stack.width, stack.most("q_rows"), stack.most("q_rows"), stack.most("inner")
+    buffers = [ops.array((count, width), "A") for width in widths]
+    return Rows(*i32, *buffers, make_expert_rows(ops, stack, count))
 
 
 @dataclass
@@ -195,9 +240,11 @@ def _work_needs(stack, count, head_rows):
         found |= dict.fromkeys([
             (count, stack.width, one.q_rows + one.kv_rows),
             (count, one.q_rows, stack.width),
-            (count, stack.width, 2 * one.ffn_width),
-            (count, one.ffn_width, stack.width),
+            (count * one.inner // one.ffn_width, stack.width, 2 * one.ffn_width),
+            (count * one.inner // one.ffn_width, one.ffn_width, stack.width),
         ])  # fmt: skip
+        if one.experts:
+            found[count, stack.width, one.experts.count] = None
     return [*found, (head_rows, stack.width, stack.vocab)]
 
 
@@ -205,8 +252,8 @@ def _bytes(*buffers):
     """Bytes of arrays and of the arrays of Rows."""
     total = 0
     for buffer in buffers:
-        if isinstance(buffer, Rows):
-            total += sum(getattr(buffer, name).nbytes for name in buffer.__dataclass_fields__)
+        if isinstance(buffer, (Rows, ExpertRows)):
+            total += _bytes(*(getattr(buffer, name) for name in buffer.__dataclass_fields__))
         elif buffer is not None:
             total += buffer.nbytes
     return total

@@ -16,7 +16,8 @@ class Round:
     rows verified. seconds: wall time. finish_reason: on a run's last round why it ended, else None.
     sample: which of several answers to one prompt. logprobs: where asked for, a pair for each token: its
     log-probability under the law that it was drawn from, and under the model's own (temperature 1,
-    no filter).
+    no filter). experts: distinct ones of a layer that the verified rows went through, the mean over layers;
+    None for a target without.
 
     The first item of a stream is the token that prefill chose: drafted == [], verify == 0. Plain decoding
     yields one token a round with drafted == [], verify == 1. Source: engine.md 2 and 5.
@@ -31,6 +32,7 @@ class Round:
     finish_reason: str | None = None
     sample: int = 0
     logprobs: list | None = None
+    experts: float | None = None
 
 
 @dataclass

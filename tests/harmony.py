@@ -30,10 +30,10 @@ RANKS = [bytes([b]) for b in range(256)] + [
 ]  # fmt: skip
 
 
-def backend(ranks=RANKS, special=None):
+def backend(ranks=RANKS, special=None, is_special=True):
     """A tokenizers.Tokenizer in the form of a published one. ranks: bytes of the tokens, single bytes first.
 
-    special: {text: id}, by default SPECIAL behind the ranks.
+    special: {text: id}, by default SPECIAL behind the ranks. is_special: whether they are so called.
     """
     letters = _byte_letters()
     vocab, merges, known = {}, [], {}
@@ -57,7 +57,7 @@ def backend(ranks=RANKS, special=None):
     whole = json.loads(found.to_str())
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     whole["added_tokens"] = [
-        {"id": i, "content": text, "special": True, **flags} for text, i in special.items()
+        {"id": i, "content": text, "special": is_special, **flags} for text, i in special.items()
     ]
     return tokenizers.Tokenizer.from_str(json.dumps(whole))
 

@@ -4,6 +4,7 @@ the reference's rounds clipped."""
 import json
 from functools import lru_cache
 
+import ml_dtypes  # noqa: F401 with it NumPy knows bfloat16
 import numpy as np
 from safetensors.numpy import load_file
 

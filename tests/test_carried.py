@@ -11,6 +11,7 @@ from minidflash.loop import begin, one_round, prefill
 from minidflash.request import Request, release, reserve
 from minidflash.state import reset, restore, snapshot
 from tests.conftest import parameters
+from tests.golden_files import golden
 from tests.models import engine_of, numbers, target_of
 
 PAIR, BLOCK = "dflash-qwen3-trained", 8
@@ -69,3 +70,27 @@ def test_every_sample_begins_behind_the_prompt(ops):
     assert texts[0] == md.generate(engine, [3, 5, 7], **options).tokens
     plain = md.generate(engine, [3, 5, 7], samples=3, drafter=False, **(options | {"verify": 1})).samples
     assert texts == [s["tokens"] for s in plain]
+
+
+@pytest.mark.parametrize("ops", parameters(["oracle", "numba", "emulate", "cuda"], ["f32"]), indirect=True)
+def test_distinct_experts_of_a_round_are_counted(ops):
+    """What a round tells is what `route` gave its rows; a plain round goes through as many as a row uses."""
+    pair = "dflash-qwen3-moe-tiny"
+    options = {"graph": False} if ops.name == "cuda" else {}
+    names = [str(golden(name)) for name in (target_of(pair), pair)]
+    engine = md.load(names[0], drafter=names[1], backend=ops.name, activations="f32", warm=False, **options)
+    backend, layers = engine.ops.backend, engine.target.config.layers
+    used, seen, route = layers[0].experts.used, [], backend.route
+
+    def watched(*args):
+        route(*args)
+        seen.append(len(set(backend.download(args[10]).reshape(-1).tolist()) - {-1}))
+
+    backend.route = watched
+    plain = list(md.stream(engine, [3, 5, 7], max_tokens=4, drafter=False))
+    assert [r.experts for r in plain] == [None, used, used, used]
+    seen.clear()
+    rounds = list(md.stream(engine, [3, 5, 7], max_tokens=9, verify=6, block=8))
+    means = [sum(seen[i : i + len(layers)]) / len(layers) for i in range(0, len(seen), len(layers))]
+    assert [r.experts for r in rounds[1:]] == means[1 : len(rounds)]  # the first is the prompt's
+    assert max(means) > used

@@ -83,6 +83,15 @@ def test_channels_are_what_a_tokenizer_with_all_marks_has(lost, tmp_path):
         assert type(open_stream(tokenizer, [], raw)) is TextStream
 
 
+def test_marks_are_no_text_where_a_file_does_not_call_them_special(tmp_path):
+    special = {text: len(harmony.RANKS) + i for i, text in enumerate(harmony.SPECIAL)}
+    harmony.backend(special=special, is_special=False).save(str(tmp_path / "tokenizer.json"))
+    tokenizer, rng = open_tokenizer(tmp_path), random.Random(0)
+    ids = tokenizer.encode(THOUGHT + "<|start|>assistant<|channel|>final<|message|>a<|message|>b<|return|>")
+    assert streamed(FinalStream(tokenizer), ids, rng) == "ab"
+    assert streamed(WholeStream(tokenizer), ids, rng) == tokenizer.decode(ids)
+
+
 # Output behind "<|start|>assistant" -> its text
 OUTPUTS = {
     "answer at once": ("<|channel|>final<|message|>the 😀<|return|>", "the 😀"),
@@ -98,6 +107,7 @@ OUTPUTS = {
     "no end mark": ("<|channel|>analysis<|message|>a<|channel|>final<|message|>b", "b"),
     "no channel": ("<|message|>a<|return|>", ""),
     "another's turn": ("<|channel|>final<|message|>a<|end|><|start|>user<|message|>b", "a"),
+    "a turn without end mark": ("<|channel|>final<|message|>a<|start|>user<|message|>b<|end|>", "a"),
     "a name like it": ("<|channel|>finally<|message|>a<|return|>", ""),
     "a mark in the body": ("<|channel|>final<|message|>a<|message|>b<|constrain|>c<|return|>", "abc"),
     "no marks": ("the final cat", ""),
@@ -127,7 +137,8 @@ def test_pieces_come_at_once_and_no_character_breaks(tokenizer):
     cut = tokenizer.encode_rendered("<|channel|>final<|message|>") + tokenizer.encode("a😀")[:-1]
     for behind in ([], tokenizer.encode_rendered("<|return|>")):
         stream = FinalStream(tokenizer)
-        assert stream.push(cut + behind) + stream.finish() == "a" + tokenizer.decode(cut[-2:])
+        pieces = stream.push(cut + behind), stream.finish()
+        assert "".join(pieces) == "a\ufffd" and (pieces[1] == "") == bool(behind)
 
 
 def test_an_output_goes_on_where_its_prompt_left_off(tokenizer):
@@ -250,3 +261,4 @@ def test_the_library_yields_the_final_channel_or_all(pairs):
         assert "".join(r.text for r in rounds) == result.text and result.text.startswith(start)
         assert [i for r in rounds for i in r.tokens] == result.tokens and len(result.tokens) == 12
     assert md.generate(engine, [{"role": "user", "content": "Hi"}]).text == "t10 t11 t12"
+    assert md.generate(engine, [50, 43, 51, 41, 52, 10]).text == "t11 t12", "the prompt began the answer"

@@ -237,7 +237,7 @@ def test_f19_windows_of_a_block_against_a_dense_mask(ops, rng, context, causal):
         o = ops.array(q.shape, "A")
         ops.attend(
             put(q), put(cache_k), put(cache_v), integers([0] * block), integers(pos), integers(begin),
-            integers([context + block] * block), window, causal, size**-0.5, work, o,
+            integers([context + block] * block), window, causal, size**-0.5, None, work, o,
         )  # fmt: skip
         found = ops.download(o)
         found = (found.view(ml_dtypes.bfloat16) if found.dtype == np.uint16 else found).astype(np.float64)

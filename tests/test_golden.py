@@ -11,7 +11,14 @@ from tests.conftest import parameters
 from tests.golden_files import golden
 from tests.models import engine_of, forward, logits_of, numbers, relative, state_of
 
-TARGETS = ["llama-tiny", "llama-tiny-tied", "qwen3-tiny"]
+TARGETS = [
+    "llama-tiny",
+    "llama-tiny-tied",
+    "qwen3-tiny",
+    "qwen3-moe-tiny",
+    "gpt-oss-tiny",
+    "gpt-oss-mxfp4-tiny",
+]
 exact = pytest.mark.parametrize(
     "ops", parameters(["oracle", "numba", "emulate", "cuda"], ["f32"]), indirect=True
 )
@@ -28,7 +35,8 @@ def engine_of_config(request, tmp_path):
         if request.param == "config.json":
             return engine_of(target, None, ops.name, ops.activations)
         shutil.copy(golden(target) / request.param, tmp_path / "config.json")
-        (tmp_path / "model.safetensors").symlink_to(golden(target) / "model.safetensors")
+        for file in golden(target).glob("model*"):
+            (tmp_path / file.name).symlink_to(file)
         return md.load(str(tmp_path), drafter=None, backend=ops.name, activations=ops.activations, warm=False)
 
     return load

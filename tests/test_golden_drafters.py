@@ -11,7 +11,15 @@ from tests.compare import real
 from tests.conftest import FULL, parameters, parameters_with
 from tests.models import ROUNDS_TOKENS, clipped, engine_of, last_keys, numbers, relative, target_of
 
-PAIRS = ["dflash-llama-tiny", "dflash-qwen3-tiny", "dflash-qwen3-trained", "dflash-qwen3-swa-tiny"]
+PAIRS = [
+    "dflash-llama-tiny",
+    "dflash-qwen3-tiny",
+    "dflash-qwen3-trained",
+    "dflash-qwen3-swa-tiny",
+    "dflash-qwen3-moe-tiny",
+    "dflash-gpt-oss-tiny",
+    "dflash-gpt-oss-mxfp4-tiny",
+]
 CLOSE, NORMED, CLEAR = (
     1e-3,
     5e-4,

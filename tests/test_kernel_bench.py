@@ -15,8 +15,8 @@ from minidflash.cli.kernels_bench import arguments
 
 SMALL = {"D": 64, "H": 4, "G": 2, "K": 16, "F": 96, "V": 208, "L": 2, "C": 192, "E": 6, "U": 2}
 
-PRODUCTS = ("qkv", "attend", "linear_add", "gate_up", "head", "sample", "propose", "reject", "head_logits",
-            "fuse", "inject", "route", "experts_up", "experts_down")  # fmt: skip
+PRODUCTS = ("qkv", "attend", "linear", "linear_add", "gate_up", "head", "sample", "propose", "reject",
+            "head_logits", "fuse", "inject", "route", "experts_up", "experts_down")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ROWS)

@@ -90,8 +90,10 @@ def test_wraps_and_rollbacks_change_no_bit(ops, tmp_path, monkeypatch, kinds):
 
 
 @pytest.mark.parametrize("ops", parameters(["oracle", "numba", "emulate", "cuda"]), indirect=True)
-@pytest.mark.parametrize("size, window", [(64, 200), (24, 100), (128, 40)])
-def test_attention_on_a_ring_has_the_bits_of_a_whole_cache(ops, rng, size, window):
+@pytest.mark.parametrize(
+    "size, window, has_sinks", [(64, 200, False), (24, 100, False), (128, 40, False), (64, 128, True)]
+)
+def test_attention_on_a_ring_has_the_bits_of_a_whole_cache(ops, rng, size, window, has_sinks):
     """Rows at every distance from the wrap; the ring's other rows hold older keys, which nobody may see."""
     groups, heads, total = 2, 4, 1000
     room = state.cache_rows(window, total, BLOCK, ops.backend.key_cut)
@@ -101,7 +103,8 @@ def test_attention_on_a_ring_has_the_bits_of_a_whole_cache(ops, rng, size, windo
         pos = start + np.arange(BLOCK, dtype=np.int32)
         case = {"q": make.a(BLOCK, heads, size), **whole, "slot": np.zeros(BLOCK, np.int32), "pos": pos,
                 "begin": pos,
-                "end": pos + 1, "window": window, "causal": 1, "scale": size**-0.5}  # fmt: skip
+                "end": pos + 1, "window": window, "causal": 1, "scale": size**-0.5,
+                "sinks": make.v(heads) if has_sinks else None}  # fmt: skip
         ring = dict(case)
         for name in ("cache_k", "cache_v"):
             ring[name] = np.empty_like(whole[name][:, :, :room])

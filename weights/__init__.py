@@ -3,24 +3,27 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from minidflash.weights.safetensors_io import Tensors, open_tensors, read_json
+from minidflash.weights.safetensors_io import Tensors, has_weights, open_tensors, read_json
 
 from minidflash.errors import UserError
 
 
 @dataclass
 class Checkpoint:
-    """One opened checkpoint. name: as the user gave it. files: weight files and their bytes."""
+    """One opened checkpoint. name: as the user gave it. files: weight files and their bytes.
+
+    tensors: None where there are no weights and none were needed.
+    """
 
     name: str
     folder: Path
     config: dict
     generation: dict | None
-    tensors: Tensors
+    tensors: Tensors | None
     files: list[tuple[Path, int]]
 
 
-def open_checkpoint(spec, role, revision=None, offline=False, progress=None):
+def open_checkpoint(spec, role, revision=None, offline=False, progress=None, needs_weights=True):
     """The checkpoint that `spec` names, its header read and its weights mapped.
 
     spec: folder, Hugging Face id, or "default". role: "target" or "drafter",
@@ -37,5 +40,7 @@ def open_checkpoint(spec, role, revision=None, offline=False, progress=None):
     config = read_json(folder / "config.json")
     generation = folder / "generation_config.json"
     generation = read_json(generation) if generation.is_file() else None
+    if not needs_weights and not has_weights(folder):
+        return Checkpoint(str(spec), folder, config, generation, None, [])
     tensors, files = open_tensors(folder)
     return Checkpoint(str(spec), folder, config, generation, tensors, files)

@@ -8,7 +8,16 @@ import re
 from dataclasses import dataclass
 
 import numpy as np
-from minidflash.kernels.weight import MATRIX, PAIRS, TABLE, TILE, VECTOR, stored_bytes
+from minidflash.kernels.weight import (
+    EXPERT_PAIRS,
+    EXPERTS,
+    MATRIX,
+    PAIRS,
+    TABLE,
+    TILE,
+    VECTOR,
+    stored_bytes,
+)
 from minidflash.weights.transforms import TRANSFORMS
 
 from minidflash.errors import UserError
@@ -36,6 +45,11 @@ class Named:
     sources: tuple
     transform: str = "stack"
 
+    @property
+    def dtypes(self):
+        """What the sources may be stored as."""
+        return ("U8",) if self.transform.startswith("blocks") else WEIGHT_DTYPES
+
     def bind(self, tensors):
         """Bound to the tensors of a checkpoint, or to what has their names, dtypes and shapes."""
         return Bound(
@@ -55,7 +69,12 @@ class Bound:
     @property
     def dtype(self):
         """As it is kept: vectors in f32, matrices as stored; F16, and mixed dtypes, in f32."""
-        return "bf16" if self.role != VECTOR and all(part.dtype == "BF16" for part in self.parts) else "f32"
+        kinds = {part.dtype for part in self.parts}
+        return (
+            "f32"
+            if self.role == VECTOR
+            else {("BF16",): "bf16", ("MXFP4",): "mxfp4"}.get(tuple(kinds), "f32")
+        )
 
     @property
     def nbytes(self):
@@ -87,6 +106,8 @@ def attention(stack, layer, theirs):
         table["q_bias"] = vector(at + "q_proj.bias", size=layer.q_rows)
         table["kv_bias"] = vector(*(f"{at}{name}_proj.bias" for name in "kv"), size=layer.kv_rows // 2)
         table["o_bias"] = vector(at + "o_proj.bias", size=width)
+    if layer.sinks:
+        table["sinks"] = vector(at + "sinks", size=layer.heads)
     if layer.qk_norm:
         table |= {f"{name}_norm": vector(f"{at}{name}_norm.weight", size=size) for name in "qk"}
     return table
@@ -103,7 +124,73 @@ def mlp(stack, layer, theirs):
     }
 
 
-PARTS = {"attention": attention, "mlp": mlp}  # mixers and ffns of a Layer
+def experts(stack, layer, theirs):
+    """A mixture behind its norm, as the files of its layout hold it."""
+    table = {"mlp_norm": vector(theirs + "post_attention_layernorm.weight", size=stack.width)}
+    return table | LAYOUTS[layer.experts.layout](stack, layer, theirs + "mlp.")
+
+
+def separate(stack, layer, at):
+    """A tensor for each expert's gate, up and down: models.md 3."""
+    count, width, inner = layer.experts.count, stack.width, layer.ffn_width
+    names = [[f"{at}experts.{e}.{part}_proj.weight" for part in ("gate", "up", "down")] for e in range(count)]
+    pairs = tuple((name, (inner, width)) for gate, up, _ in names for name in (gate, up))
+    return {
+        "router": matrix(at + "gate.weight", rows=count, cols=width),
+        "experts_up": Named(EXPERT_PAIRS, (count, 2 * inner, width), pairs),
+        "experts_down": Named(
+            EXPERTS, (count, width, inner), tuple((down, (width, inner)) for *_, down in names)
+        ),
+    }
+
+
+def fused(stack, layer, at):
+    """All experts in one tensor, transposed, gate and up interleaved, with biases: models.md 4."""
+    count, width, inner = layer.experts.count, stack.width, layer.ffn_width
+    up, down = at + "experts.gate_up_proj", at + "experts.down_proj"
+    return biased(stack, layer, at) | {
+        "experts_up": Named(
+            EXPERT_PAIRS,
+            (count, 2 * inner, width),
+            ((up, (count, width, 2 * inner)),),
+            "transpose, de-interleave",
+        ),
+        "experts_down": Named(EXPERTS, (count, width, inner), ((down, (count, inner, width)),), "transpose"),
+    }
+
+
+def mxfp4(stack, layer, at):
+    """Blocks of 32 inputs and their scales, rows interleaved: models.md 4."""
+
+    def named(role, name, rows, cols, transform):
+        found = (
+            ("_blocks", (layer.experts.count, rows, cols // 32, 16)),
+            ("_scales", (layer.experts.count, rows, cols // 32)),
+        )
+        sources = tuple((f"{at}experts.{name}_proj{ending}", shape) for ending, shape in found)
+        return Named(role, (layer.experts.count, rows, cols), sources, "blocks and scales" + transform)
+
+    width, inner = stack.width, layer.ffn_width
+    return biased(stack, layer, at) | {
+        "experts_up": named(EXPERT_PAIRS, "gate_up", 2 * inner, width, ", de-interleave"),
+        "experts_down": named(EXPERTS, "down", width, inner, ""),
+    }
+
+
+def biased(stack, layer, at):
+    """gpt-oss's router, and its biases, the same in both layouts."""
+    count, width, inner = layer.experts.count, stack.width, layer.ffn_width
+    up, down = (at + f"experts.{name}_proj_bias" for name in ("gate_up", "down"))
+    return {
+        "router": matrix(at + "router.weight", rows=count, cols=width),
+        "router_bias": vector(at + "router.bias", size=count),
+        "up_bias": Named(VECTOR, (count, 2 * inner), ((up, (count, 2 * inner)),), "de-interleave"),
+        "down_bias": Named(VECTOR, (count, width), ((down, (count, width)),)),
+    }
+
+
+LAYOUTS = {"separate": separate, "fused": fused, "mxfp4": mxfp4}  # of Experts
+PARTS = {"attention": attention, "mlp": mlp, "experts": experts}  # mixers and ffns of a Layer
 
 
 def layers_of(stack, prefix):
@@ -154,7 +241,7 @@ def is_sliced(config):
 
 def _bind(table, tensors, label, skipped=None):
     """Our name -> Bound; refuses what is missing, unknown, of another shape or dtype, by name."""
-    wanted = {name: shape for named in table.values() for name, shape in named.sources}
+    wanted = {name: (shape, named.dtypes) for named in table.values() for name, shape in named.sources}
     missing = [name for name in wanted if name not in tensors]
     if missing:
         hint = f"{len(missing)} tensors are missing in all" if len(missing) > 1 else None
@@ -166,13 +253,13 @@ def _bind(table, tensors, label, skipped=None):
         raise UserError(
             f"{label} tensor {extra[0]}{more} is unknown here: its weights cannot be left out", hint=hint
         )
-    for name, shape in wanted.items():
+    for name, (shape, dtypes) in wanted.items():
         tensor = tensors[name]
         if tensor.shape != shape:
             raise UserError(
                 f"{label} tensor {name} is {list(tensor.shape)}, config.json makes it {list(shape)}"
             )
-        _check_dtype(tensor, label)
+        _check_dtype(tensor, label, dtypes)
     for ours, named in table.items():
         sources = [tensors[name] for name, _ in named.sources]
         if len({tensor.dtype for tensor in sources}) > 1:
@@ -181,9 +268,9 @@ def _bind(table, tensors, label, skipped=None):
     return {ours: named.bind(tensors) for ours, named in table.items()}
 
 
-def _check_dtype(tensor, label):
-    if tensor.dtype not in WEIGHT_DTYPES:
-        needed = " or ".join(WEIGHT_DTYPES)
+def _check_dtype(tensor, label, dtypes):
+    if tensor.dtype not in dtypes:
+        needed = " or ".join(dtypes)
         raise UserError(
             f"{label} tensor {tensor.name} is {tensor.dtype}, need {needed}", hint="use a bfloat16 copy"
         )
@@ -243,3 +330,39 @@ def bind_drafter(config, tensors):
         found = f"drafter tensor fc.weight takes {fc.shape[1]} inputs"
         raise UserError(f"{found}, {source} names {count} taps of width {config.width}")
     return _bind(drafter_table(config), tensors, "drafter")
+
+
+@dataclass(frozen=True)
+class Foretold:
+    """A tensor that is not here: what config.json says of it, in the type that such checkpoints have."""
+
+    name: str
+    shape: tuple
+    dtype: str
+
+    @property
+    def nbytes(self):
+        return int(np.prod(self.shape)) * (1 if self.dtype == "U8" else 2)
+
+
+def foretell_target(config, tensors=None):
+    """Our name -> Bound of a target whose files are not here, in bf16 and, where config.json says so,
+    MXFP4."""
+    table = target_table(config)
+    if not config.tied:
+        table["head"] = matrix(HEAD, rows=config.vocab, cols=config.width)
+    return _foretell(table)
+
+
+def foretell_drafter(config, tensors=None):
+    """The same of a drafter."""
+    return _foretell(drafter_table(config))
+
+
+def _foretell(table):
+    tensors = {
+        name: Foretold(name, shape, "U8" if named.dtypes == ("U8",) else "BF16")
+        for named in table.values()
+        for name, shape in named.sources
+    }
+    return {ours: named.bind(tensors) for ours, named in table.items()}

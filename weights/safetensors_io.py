@@ -224,6 +224,11 @@ def _entry(path, name, entry):
     return dtype, tuple(shape), *offsets
 
 
+def has_weights(folder):
+    """Whether a folder holds weight files that `open_tensors` reads."""
+    return any((Path(folder) / name).exists() for name in (INDEX, SINGLE))
+
+
 def open_tensors(folder):
     """Tensors of a checkpoint folder, and its weight files as [(path, bytes)].
 

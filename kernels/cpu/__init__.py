@@ -1,5 +1,4 @@
-"""The Numba backend: one file a row of the table (the integer rows share control.py), f32 sums;
-experts also in MXFP4.
+"""The Numba backend: one file a row of the table (the integer rows share control.py), f32 sums.
 
 Kernels of one process run one at a time (`_LOCK`): Numba's default threading layer aborts when two Python
 threads enter it at once, and two engines on the same cores would not gain anyway.
@@ -97,8 +96,7 @@ class NumbaBackend(HostBackend):
         return self.none_a if value is None else value
 
     def weight(self, parts, role="", experts=0):
-        """Packed `Weight` [rows/16][cols][16] from checkpoint tensors stacked along rows,
-        read once from the file.
+        """Packed `Weight` [rows/16][cols][16] from checkpoint tensors stacked along rows, read once.
 
         experts: how many have as many of the rows each (0: one matrix); then as experts.py has it.
         """
@@ -120,25 +118,24 @@ class NumbaBackend(HostBackend):
         return Weight((rows, cols), "bf16" if dtype == np.uint16 else "f32", "packed", (data,))
 
     def _expert_weight(self, parts, is_paired, experts):
+        """As experts.py has it, one part after the other: some are computed when they are asked for."""
         rows, cols = sum(part.shape[0] for part in parts) // experts, parts[0].shape[1]
         tiles = 2 * -(-(rows // 2) // TILE) if is_paired else -(-rows // TILE)
-        is_mxfp4 = all(part.dtype == "MXFP4" for part in parts)
-        if is_mxfp4:
-            pieces = [(_words(part.array), part.scales) for part in parts]
-        else:
-            arrays = [widen(part) for part in parts]
-            dtype = np.uint16 if all(a.dtype == np.uint16 for a in arrays) else np.float32
-            pieces = [(_as(a, dtype),) for a in arrays]
-        data = [aligned_zeros((experts, tiles, a.shape[1], TILE), a.dtype) for a in pieces[0]]
+        kind = {("MXFP4",): "mxfp4", ("BF16",): "bf16"}.get(tuple({part.dtype for part in parts}), "f32")
+        kept = {"mxfp4": [(cols // 8, np.uint32), (cols // 32, np.uint8)], "bf16": [(cols, np.uint16)]}
+        data = [
+            aligned_zeros((experts, tiles, count, TILE), dtype)
+            for count, dtype in kept.get(kind, [(cols, np.float32)])
+        ]
         at = 0
         with _LOCK:
-            for piece, part in zip(pieces, parts, strict=True):
-                for array, out in zip(piece, data, strict=True):
-                    pack_experts(array, at, rows, is_paired, out)
+            for part in parts:
+                arrays = (_words(part.array), part.scales) if kind == "mxfp4" else (widen(part),)
+                for array, out in zip(arrays, data, strict=True):
+                    pack_experts(_as(array, out.dtype), at, rows, is_paired, out)
                 at += part.shape[0]
         for part in parts:
             part.drop()
-        kind = "mxfp4" if is_mxfp4 else "bf16" if data[0].dtype == np.uint16 else "f32"
         return Weight((experts, rows, cols), kind, "packed pairs" if is_paired else "packed", tuple(data))
 
     def work_size(self, rows, cols, outputs):

@@ -2,7 +2,8 @@
 
 Key n lies in row n % S of its cache: where S is less than the keys (a ring), it is a multiple of 128. A row
 only visits keys it sees, so nothing is masked and no -inf exists; the running maximum rescales what earlier
-chunks gave. Work of a row and head depends on that row alone. Moves: the cached K and V once a query head.
+chunks gave. A sink joins once, behind the last chunk. Work of a row and head depends on that row alone.
+Moves: the cached K and V once a query head.
 """
 
 import numba
@@ -37,7 +38,19 @@ def _weighted_values(cache_v, v_at, size, count, work, p_at, out_at):
 
 
 @jit
-def _attend_head(t, h, q, cache_k, cache_v, s, p, begin, end, window, causal, scale, ones, work, at, o):
+def _with_sink(total, top, sink):
+    """One over a row's sum of e^(score - top) with its sink in it, times what brings all of it to the new
+    maximum."""
+    best = sink if sink > top else top
+    # exp ends at 1e-38, and a sum of values times that is not the zero that is meant
+    keep = F(0.0) if top - best < F(-87.3) else exp(top - best)
+    return keep / (total * keep + exp(sink - best))
+
+
+@jit
+def _attend_head(
+    t, h, q, cache_k, cache_v, s, p, begin, end, window, causal, scale, sinks, ones, work, at, o
+):
     heads, groups, rows, size = q.shape[1], cache_k.shape[1], cache_k.shape[2], q.shape[2]
     base = (s * groups + h // (heads // groups)) * rows * size
     first = min(begin, max(0, p - window + 1)) if window else 0
@@ -64,13 +77,15 @@ def _attend_head(t, h, q, cache_k, cache_v, s, p, begin, end, window, causal, sc
         top = best
         key += count
     inverse = F(1.0) / total if last > first else F(0.0)
+    if len(sinks) and last > first:
+        inverse = _with_sink(total, top, sinks[h])
     out = o[t, h]
     for i in range(size):
         out[i] = rounded(sums[i] * inverse, o)
 
 
 @jit(parallel=True)
-def _run(q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, work, o, ones, threads):
+def _run(q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, sinks, work, o, ones, threads):
     heads, size = q.shape[1], q.shape[2]
     items, room = q.shape[0] * heads, CHUNK + 2 * size
     for thread in numba.prange(threads):
@@ -83,11 +98,11 @@ def _run(q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, work
                 at = np.int64(thread) * room
                 _attend_head(
                     t, h, q, cache_k, cache_v, np.int64(slot[t]), np.int64(pos[t]), np.int64(begin[t]),
-                    np.int64(end[t]), window, causal, scale, ones, work, at, o,
+                    np.int64(end[t]), window, causal, scale, sinks, ones, work, at, o,
                 )  # fmt: skip
 
 
-def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, work, o):
+def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, sinks, work, o):
     _run(
         q,
         cache_k,
@@ -99,6 +114,7 @@ def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, 
         window,
         causal,
         scale,
+        backend.f(sinks),
         work,
         o,
         backend.ones,

@@ -21,11 +21,9 @@ SCRATCH = BLOCK * GROUP * LANES  # f32 of a thread
 
 @jit(parallel=True)
 def pack(weight, at, rows, is_paired, out):
-    """Rows (n, K), the stacked rows of all experts from `at` on, to out[expert][tile][k][lane].
-    out is zeroed by the caller.
+    """Rows (n, K), stacked rows of all experts from `at` on, to out[expert][tile][k][lane], zeroed before.
 
-    rows: of an expert. is_paired: an expert's second half goes with its first, tile by tile:
-    gate, up, gate, up...
+    rows: of an expert. is_paired: its second half goes with its first, tile by tile: gate, up, gate, up...
     """
     half = rows // 2 if is_paired else rows
     for n in numba.prange(len(weight)):
@@ -57,7 +55,9 @@ def _lay_share(rows, divide, order, groups, work, first, last):
 @jit(parallel=True)
 def lay_pairs(rows, divide, order, groups, work, threads):
     """The token row of every pair at the start of work, by expert: pair r has row r // divide.
-    groups: `first` of the table."""
+
+    groups: `first` of the table.
+    """
     cols = rows.shape[1]
     if len(rows) == 1:
         _lay_share(rows, divide, order, groups, work, 0, cols)
@@ -86,10 +86,9 @@ def _group_of(w, scales, tile, count, cols, work, x_at, x_step, m, y_at, ld):
 
 @jit
 def multiply(w, scales, tile, count, cols, work, start, n, y_at):
-    """Tiles tile..tile+count-1 (at most GROUP) times the block of n pairs from `start` on, to work[y_at:]:
-    [16][GROUP * 16].
+    """Tiles tile..tile+count-1 times the block of n pairs from `start` on, to work[y_at:]: [16][GROUP * 16].
 
-    tile: counted through all experts.
+    count: at most GROUP. tile: counted through all experts.
     """
     m, done, ld = tokens_per_block(n), 0, GROUP * LANES
     most = tiles_per_group(m)

@@ -1,5 +1,8 @@
 """experts_down: the experts' products, weighted and added to the row in router order.
-Moves: the touched experts' weights."""
+
+A thread has its outputs of all experts, so that it may add them up without waiting for another. Moves: the
+touched experts' weights.
+"""
 
 import numba
 import numpy as np
@@ -12,8 +15,7 @@ from .vector import LANES
 
 @jit
 def _products(w, scales, order, first, e, tile, count, work, at, y_at, cols, width):
-    """work[y_at + r * width + d] of all pairs r of expert e, for the outputs d of tiles
-    tile..tile+count-1."""
+    """work[y_at + r * width + d] of all pairs r of expert e; outputs d of `count` tiles from `tile` on."""
     start, d = np.int64(first[e]), tile * LANES
     these = min(count * LANES, width - d)
     while start < first[e + 1]:
@@ -66,7 +68,5 @@ def experts_down(backend, h, w, bias, expert, share, first, order, tap_row, tap_
     if taps is None:
         tap_row = None
     b, (weights, scales) = backend, parts_of(backend, w)
-    _run(
-        h, weights, scales, b.f2(bias), expert, share, first, order, b.i(tap_row), tap_at, x, b.a2(taps),
-        work, b.threads
-    )  # fmt: skip
+    bias, tap_row, taps = b.f2(bias), b.i(tap_row), b.a2(taps)
+    _run(h, weights, scales, bias, expert, share, first, order, tap_row, tap_at, x, taps, work, b.threads)

@@ -72,8 +72,5 @@ def _run(u, w, scales, bias, expert, first, order, act, limit, alpha, work, h, t
 
 
 def experts_up(backend, u, w, bias, expert, first, order, act, limit, alpha, work, h):
-    b, (weights, scales) = backend, parts_of(backend, w)
-    _run(
-        u, weights, scales, b.f2(bias), expert, first, order, act, np.float32(limit), np.float32(alpha), work,
-        h, b.threads
-    )  # fmt: skip
+    (weights, scales), bias, limit, alpha = parts_of(backend, w), backend.f2(bias), F(limit), F(alpha)
+    _run(u, weights, scales, bias, expert, first, order, act, limit, alpha, work, h, backend.threads)

@@ -1,5 +1,7 @@
 """route: norm, router, the likeliest experts of each row, their shares, and the pairs of each expert.
-Moves: the router."""
+
+Moves: the router's weights.
+"""
 
 import math
 
@@ -23,8 +25,7 @@ def _norm_row(x, t, norm, eps, u):
 
 @jit
 def _choose(logits, normalise, ids, shares):
-    """The largest logits, of equal ones the smallest id first; a NaN is -infinity.
-    Shares: softmax over them, or over all."""
+    """The largest logits, of equal ones the smallest id first. Shares: softmax over them, or over all."""
     value, index = F(np.inf), -1
     for k in range(len(ids)):
         best, found = F(-np.inf), -1
@@ -55,7 +56,7 @@ def _route_row(t, bias, normalise, pos, work, at, count, expert, share):
     if len(bias):
         logits += bias
     for e in range(count):
-        if logits[e] != logits[e]:
+        if logits[e] != logits[e]:  # a NaN is the least likely
             logits[e] = F(-np.inf)
     _choose(logits, normalise, expert[t], share[t])
 

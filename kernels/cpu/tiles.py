@@ -106,8 +106,10 @@ def lay_tokens(x, pick, norm, eps, work, threads):
 
 @jit
 def tile_group(w, tile, count, cols, work, x_at, x_step, m, y_at, ld):
-    """One block of m tokens, x_step f32 from one k to the next, times `count` tiles (1, or what m allows)
-    from `tile` on."""
+    """One block of m tokens times `count` tiles from `tile` on: 1, or tiles_per_group.
+
+    x_step: f32 from one k of the tokens to the next.
+    """
     at, stride = tile * cols * 16, cols * 16
     if m == 1:
         if count == 4:

@@ -172,8 +172,7 @@ def _look_up(builder, table, indices):
 
 
 def _nibble(builder, words, feature, is_wide):
-    """The e2m1 values of one feature of 16 rows. is_wide: a permutation of 16 f32 is one instruction,
-    else of 8."""
+    """The e2m1 values of one feature of 16 rows. is_wide: 16 f32 are permuted by one instruction, else 8."""
     shifted = builder.lshr(words, _each(4 * feature))
     if is_wide:
         return _look_up(builder, E2M1, builder.and_(shifted, _each(15)))
@@ -183,8 +182,7 @@ def _nibble(builder, words, feature, is_wide):
 
 
 def _scale(builder, pointer):
-    """2^(s - 127) of 16 scale bytes: s is the exponent's field, and 2^-127 is half of the smallest normal
-    number."""
+    """2^(s - 127) of 16 bytes: s is the exponent's field; 2^-127 is half of the smallest normal number."""
     scales = builder.load(builder.bitcast(pointer, VB.as_pointer()), align=1)
     bits = builder.shl(builder.zext(scales, VI), _each(23))
     smallest = _each(1 << 22)
@@ -196,8 +194,7 @@ def make_fp4_dot(tokens, tiles):
 
     words: u32 [tile][K/8][16], a lane's word holds 8 features, the first in its lowest bits. scales: u8
     [tile][K/32][16]. Arguments of what is returned: (words, scales, w_at, tile_stride, x, x_at, x_step,
-    count, out, out_at, out_stride);
-    w_at, tile_stride: in words; count: a multiple of 32.
+    count, out, out_at, out_stride); w_at, tile_stride: in words; count: a multiple of 32.
     """
 
     @intrinsic
@@ -212,8 +209,8 @@ def make_fp4_dot(tokens, tiles):
             words, scales, x, out = (
                 _pointer(context, builder, kind, array, at)
                 for kind, array, at in (
-                    (w_kind, words, w_at), (s_kind, scales, builder.sdiv(w_at, quarter)), (x_kind, x, x_at),
-                    (out_kind, out, out_at),
+                    (w_kind, words, w_at), (s_kind, scales, builder.sdiv(w_at, quarter)),
+                    (x_kind, x, x_at), (out_kind, out, out_at),
                 )
             )  # fmt: skip
             fma, s_stride = _fma(builder, True), builder.sdiv(tile_stride, quarter)

@@ -4,6 +4,7 @@
  *         times the keys of a leaf; scores and sums stay in registers. A row of several units has a piece of
  *         each in the workspace; once all are there they are merged: by all blocks of the group and head,
  *         a row a warp, where the card holds the whole grid at once (`waits`), else by the last to come.
+ *         A sink joins a row once: where o is divided.
  * Moves:  K and V of the keys that a set sees, once: keys * G * HEAD * 4 bytes; a piece of the rows a unit
  *         through L2. With `early`, keys that this pass did not write are asked for before the kernel ahead,
  *         which writes q and the newest keys, has ended.
@@ -19,9 +20,9 @@
  * this one start when all before it had ended. ratio: H/G. The grid: G, groups, units. */
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     attend_fast(const bf16* q, const bf16* cache_k, const bf16* cache_v, const int* slot, const int* pos,
-                const int* begin, const int* end, int window, int causal, float scale, float* work, bf16* o,
-                int T, int H, int G, int S, int ratio, int group, int splits, int units, int waits,
-                int early) {
+                const int* begin, const int* end, int window, int causal, float scale, const float* sinks,
+                float* work, bf16* o, int T, int H, int G, int S, int ratio, int group, int splits, int units,
+                int waits, int early) {
     Row* const rows = (Row*)(shared + ROWS_AT);
     Set& set = *(Set*)(shared + SET_AT);
     static_assert(sizeof(Set) <= SET_BYTES);
@@ -43,7 +44,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         }
     } else if (warp >= WARPS - 2) {
         const int tile_row = threadIdx.x - 32 * (WARPS - 2), at = tile_row / ratio;
-        ((TileRow*)(shared + TILE_ROWS_AT))[tile_row] = TileRow{(short)at, (short)(tile_row - at * ratio)};
+        const TileRow of{(short)at, (short)(tile_row - at * ratio)};
+        ((TileRow*)(shared + TILE_ROWS_AT))[tile_row] = of;
+        if constexpr (SINKS) *sink_at(tile_row) = __fmul_rn(sinks[place.g * ratio + of.head], LOG2_E);
     }
     __syncthreads();
     constexpr int ALL = 0x7fffffff;
@@ -113,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                     for (int e = 0; e < 2; ++e) {
                         const int tile_row = first_row + 8 * e, d = 64 * half + 2 * (lane % 4);
                         if (!is_last || !count[e]) continue;
-                        const float r = __frcp_rn(l[e]);
+                        const float r = one_over(l[e], m[e], tile_row);
 #pragma unroll
                         for (int n = 0; n < 8; ++n) {
                             const float x = out[half][n][2 * e], y = out[half][n][2 * e + 1];

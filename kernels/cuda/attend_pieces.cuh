@@ -1,10 +1,7 @@
-/* The pieces of attend_fast.cu: which keys a group of rows sees, what four warps do with 144 of them, and how
- * the pieces of a row become one.
- *
- * A leaf is 144 keys at an absolute multiple of 144, a unit some leaves at an absolute multiple of its size.
- * How many leaves make a unit is a row's own matter: as few as leave about `splits` units of the keys that it
- * sees. So the units grow with the context and the grid stays full, and still no bit of a row depends on the
- * rows beside it: rows whose units differ are different sets. */
+/* The pieces of attend_fast.cu: which keys rows see, what warps do with 144 of them, how pieces become one.
+ * A leaf is 144 keys at an absolute multiple of 144, a unit some leaves at an absolute multiple of its size:
+ * as few as leave about `splits` units of a row's keys. So units grow with the context, the grid stays full,
+ * and no bit of a row depends on others: rows whose units differ are different sets. */
 #pragma once
 #ifdef WGMMA  // sm_90a: products of the four warps together
 #include "wgmma.cuh"
@@ -19,6 +16,9 @@
 #ifndef RING  // 1: there is a window, so the caches may be rings; without one no key is ever let go
 #define RING 0
 #endif
+#ifndef SINKS  // 1: every query head has one
+#define SINKS 0
+#endif
 #ifndef GROUP  // rows a group has at most
 #define GROUP 16
 #endif
@@ -30,11 +30,11 @@ constexpr int UNITS = HEAD / 8;      // 16-byte units of a head
 constexpr int HALVES = HEAD / 64;    // a tile has 64 numbers of every row, then the next 64
 constexpr int LEAF_BYTES = LEAF * HEAD * 2;
 constexpr int K_AT = ROWS * HEAD * 2, V_AT = K_AT + LEAF_BYTES, ROWS_AT = V_AT + LEAF_BYTES,
-              TILE_ROWS_AT = ROWS_AT + GROUP * 24, SET_AT = TILE_ROWS_AT + ROWS * 4,
-              SET_BYTES = 64;     // of shared memory
-constexpr int COUNTERS = 4096;    // u32 at the front of work
-constexpr int WHOLE = 1 << 20;    // leaves of a unit that is never cut
-constexpr float NO_KEY = -3e38f;  // the largest score of no key at all; finite: differences are
+              TILE_ROWS_AT = ROWS_AT + GROUP * 24, SET_AT = TILE_ROWS_AT + ROWS * 4, SET_BYTES = 64,
+              SINKS_AT = SET_AT + SET_BYTES;  // of shared memory
+constexpr int COUNTERS = 4096;                // u32 at the front of work
+constexpr int WHOLE = 1 << 20;                // leaves of a unit that is never cut
+constexpr float NO_KEY = -3e38f;              // the largest score of no key at all; finite: differences are
 constexpr float LOG2_E = 1.4426950408889634f;
 
 extern __shared__ __align__(1024) char shared[];  // q, a leaf of K, a leaf of V, plans
@@ -44,8 +44,7 @@ struct Rows {
     int count, group, window, causal, splits;
 };
 
-/* A row of the group: its keys [first, last), where they lie, how they are cut: unit: leaves of one; base:
- * the first one's number; pieces: how many. */
+/* A row of the group: its keys [first, last), in `pieces` units of `unit` leaves from number base on. */
 struct Row {
     int slot, first, last, unit, base, pieces;
 };
@@ -64,14 +63,16 @@ __device__ __forceinline__ TileRow tile_row_of(int tile_row) {
     return ((const TileRow*)(shared + TILE_ROWS_AT))[tile_row];
 }
 
+/* The sink of a tile row's query head; an exponent of two, as m is. */
+__device__ __forceinline__ float* sink_at(int tile_row) { return (float*)(shared + SINKS_AT) + tile_row; }
+
 /* Where a tile row's q and output lie. */
 __device__ __forceinline__ size_t head_at(int H, const Place& place, int tile_row) {
     const TileRow of = tile_row_of(tile_row);
     return ((size_t)(place.from + of.at) * H + place.g * place.ratio + of.head) * HEAD;
 }
 
-/* Rows of a group that share a slot, the size of a unit and the first one; what this block has of them.
- * In shared memory, for registers are short: a warp makes it, all read it. */
+/* Rows of a group that share slot, size of a unit and first one; what this block has. A warp makes it. */
 struct Set {
     u32 left, members;            // rows without a set yet; rows of this one
     int only;                     // the row that this pass is for, -1: all
@@ -160,9 +161,9 @@ struct Set {
     }
 };
 
-/* Where 16-byte unit `unit` of a row lies in a tile of Rows rows. The exclusive or spreads a column of eight
- * rows over all banks; wgmma.cuh has the same order. Where `unit` is below 2, any even number below 8 more is
- * an exclusive or too. */
+/* Where a 16-byte unit of a row lies in a tile of Rows rows. The exclusive or spreads a column of 8 rows over
+ * all banks, as in wgmma.cuh. Where `unit` is below 2, any even number below 8 more is an exclusive or too.
+ */
 template <int Rows>
 __device__ __forceinline__ int unit_at(int at, int row, int unit) {
     return at + unit / 8 * (Rows * 128) + row * 128 + ((unit % 8 ^ (row & 7)) << 4);
@@ -287,8 +288,7 @@ __device__ __forceinline__ void soften(float (&s)[KEY_TILES][4], Sums& o, float 
 }
 
 /* o += p v: the leaf's keys in order. Two tiles of p are an A operand as they are; two bf16 terms keep 16
- * bits of a probability. With WGMMA it is under way: the terms, which it reads meanwhile, take the place of
- * p. */
+ * bits of a probability. With WGMMA it is under way: the terms, which it reads meanwhile, take p's place. */
 __device__ __forceinline__ void values(Sums& o, const float (&p)[KEY_TILES][4],
                                        uint4 (&terms)[KEY_TILES / 2][2]) {
 #pragma unroll
@@ -343,8 +343,15 @@ __device__ __forceinline__ void values_done(Sums& o) {
 #endif
 }
 
-/* A sum of p v divided by that of p. Minus zero becomes zero: whether keys that a row does not see lay in its
- * tile must not show. */
+/* One over l, the sum of p of all keys of a tile row, whose largest score is m. A sink is in the sum as a key
+ * without a value is, and in the maximum: then times what brings sums of p v to the new one. */
+__device__ __forceinline__ float one_over(float l, float m, int tile_row) {
+    if constexpr (!SINKS) return __frcp_rn(l);
+    const float sink = *sink_at(tile_row), top = fmaxf(m, sink), keep = exp2_fast(__fsub_rn(m, top));
+    return __fmul_rn(keep, __frcp_rn(__fmaf_rn(l, keep, exp2_fast(__fsub_rn(sink, top)))));
+}
+
+/* A sum of p v over that of p. Minus zero becomes zero: whether unseen keys lay in the tile must not show. */
 __device__ __forceinline__ u32 divided(float x, float y, float r) {
     return pack_bf16(__fadd_rn(__fmul_rn(x, r), 0.f), __fadd_rn(__fmul_rn(y, r), 0.f));
 }
@@ -360,8 +367,7 @@ __device__ __forceinline__ float2* stats_at(float* piece, int tile_row) {
 }
 
 /* A tile row of `count` pieces, the first at `pieces`, by a warp: a lane has HEAD / 32 components of all
- * pieces, and a piece's m and l. Weights are relative to the largest score so far, the sums run over the
- * pieces in order. */
+ * pieces, and a piece's m and l. Weights are relative to the largest score yet, sums in order of pieces. */
 __device__ __forceinline__ void merge(float* pieces, int count, int tile_row, bf16* o) {
     constexpr int OWN = HEAD / 32, BATCH = 20;  // pieces whose loads are under way together
     const int lane = thread_again() % 32;
@@ -388,7 +394,7 @@ __device__ __forceinline__ void merge(float* pieces, int count, int tile_row, bf
             for (int i = 0; i < OWN; ++i) sum[i] = __fmaf_rn(part[j].v[i], w, sum[i]);
         }
     }
-    const float r = __frcp_rn(l);
+    const float r = one_over(l, m, tile_row);
 #pragma unroll
     for (int i = 0; i < OWN; i += 2) *(u32*)(o + OWN * lane + i) = divided(sum[i], sum[i + 1], r);
 }

@@ -201,17 +201,3 @@ __device__ __forceinline__ void warp_wait_for(const u32* counter, u32 count) {
     }
     __syncwarp();
 }
-
-/* All blocks of a cooperative launch meet. The counter starts at zero once and is never reset: each meeting
- * adds 2^31 in all, so its top bit turns over when the last block has come and the rest is zero again. */
-__device__ __forceinline__ void grid_sync(u32* counter) {
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        bool is_first = blockIdx.x + blockIdx.y + blockIdx.z == 0;
-        u32 blocks = gridDim.x * gridDim.y * gridDim.z;
-        u32 before = atomic_add_acq_rel(counter, is_first ? 0x80000000u - (blocks - 1) : 1);
-        while (((before ^ load_acquire(counter)) & 0x80000000u) == 0) {
-        }
-    }
-    __syncthreads();
-}

@@ -2,7 +2,8 @@
  *         A tile's rows 0..7 come from `top`, rows 8..15 from `bottom`; the next tile is `stride` rows on.
  *         One matrix: bottom = top + 8 rows, stride 16. Gate and up: bottom = the first up row, stride 8,
  *         so that a thread holds both.
- * Grid:   a thread for 8 k of one row pair: tiles * ceil(K/32) * 32 threads, 256 a block.
+ * Grid:   a thread for 8 k of one row pair: tiles * ceil(K/32) * 32 threads, 256 a block; in y matrices, as
+ *         experts have them.
  * Moves:  N*K*4 bytes, once at load.
  * Truth:  the other of the two: packed and unpacked a matrix is itself. */
 #include "common.cuh"
@@ -45,13 +46,15 @@ struct Place {
     }
 };
 
+/* each: rows between the matrices of a grid with more than one block in y. */
 extern "C" __global__ void pack(const u16* top, const u16* bottom, uint4* packed, int top_rows,
-                                int bottom_rows, int stride, int tiles, int cols) {
+                                int bottom_rows, int stride, int tiles, int cols, int each) {
     int chunks = (cols + 31) / 32;
     Place place(chunks, stride);
     if (place.tile >= tiles) return;
     u32 low[4], high[4];
-    size_t row = (size_t)place.row * cols;
+    size_t row = ((size_t)blockIdx.y * each + place.row) * cols;
+    packed += (size_t)blockIdx.y * tiles * chunks * 64;
     read_eight(top + row, place.row < top_rows, place.k, cols, low);
     read_eight(bottom + row, place.row < bottom_rows, place.k, cols, high);
     uint4* to = packed + ((size_t)place.tile * chunks + place.chunk) * 64 + place.lane;

@@ -24,8 +24,31 @@ __device__ __forceinline__ uint4 load_stream(const void* global) {
     return v;
 }
 
+/* The same of 4 bytes. */
+__device__ __forceinline__ u32 load_stream_4(const void* global) {
+    u32 v;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.u32 %0, [%1];" : "=r"(v) : "l"(global));
+    return v;
+}
+
 __device__ __forceinline__ void prefetch_l2(const void* global) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
+}
+
+// ---- two bf16 of a word, and its bytes ----
+
+/* Products, each rounded once; subnormals are numbers. */
+__device__ __forceinline__ u32 mul_bf16(u32 a, u32 b) {
+    u32 product;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+    return product;
+}
+
+/* Byte i is byte number `which >> 4i & 7` of low (0..3) and high (4..7). */
+__device__ __forceinline__ u32 permute_bytes(u32 low, u32 high, u32 which) {
+    u32 result;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(low), "r"(high), "r"(which));
+    return result;
 }
 
 // ---- matrix tiles ----

@@ -10,7 +10,7 @@ wrong with a kernel, so it is strict where a GPU is lenient:
   a wgmma happens at the wait that covers it, its sums are NaN bits until then;
   barriers reached from two places, meetings of lanes in different operations, and deadlocks are errors that
   name the kernel, block, thread and what each thread waits for;
-  blocks beyond what the device holds at once start when others end, so a grid barrier needs cooperative=True;
+  blocks beyond what the device holds at once start when others end: one that is waited for may never start;
   seed=N shuffles the order of blocks, warps and lanes; seed=None takes them in ascending order.
 Arithmetic is the host's, without contraction; mma_bf16 is one fma a k, ascending: the same bits on every run.
 
@@ -135,27 +135,20 @@ class EmulatedDevice:
         key = (str(file), name, tuple(sorted(defines.items())))
         if key not in self._functions:
             path = source.find(file)
-            parameters = source.parameters(path.read_text(encoding="utf-8"), name, defines)
+            parameters = source.parameters(path.read_text(encoding="utf-8"), name)
             library, built = build.kernels(path, defines)
             self._functions[key] = EmulatedFunction(name, parameters, library, built)
         return self._functions[key]
 
-    def launch(
-        self, function, grid, block, shared, args, cluster=1, cooperative=False, dependent=False, early=(),
-        stream=None,
-    ):  # fmt: skip
+    def launch(self, function, grid, block, shared, args, cluster=1, dependent=False, early=()):
         """Run a kernel to its end.
 
-        grid, block, cluster: ints or tuples; the grid counts blocks. shared: dynamic bytes a block.
-        args: arrays for pointers, numbers for scalars. dependent, early: as launch.py.
-        stream: ignored, there is one.
+        args: arrays for pointers, numbers for scalars. The others: as launch.py.
         Errors: UserError for limits of the device, TypeError for arguments, EmulationError for the kernel.
         """
-        grid, block, cluster = (
-            source.extent(value, what)
-            for value, what in ((grid, "grid"), (block, "block"), (cluster, "cluster"))
-        )
-        resident = self._resident(function, grid, block, shared, cluster, cooperative)
+        if block > 1024:
+            raise UserError(f"kernel {function.name}: {block} threads a block, the limit is 1024")
+        source.check_shared(function.name, function.shared, shared, self.shared_limit)
         written = []
 
         def address(parameter, array):
@@ -177,11 +170,11 @@ class EmulatedDevice:
             entry=function.entry,
             arguments=pointers,
             name=function.name.encode(),
-            grid=grid,
-            block=block,
-            cluster=cluster,
+            grid=source.grid_of(function.name, grid, cluster),
+            block=(block, 1, 1),
+            cluster=(cluster, 1, 1),
             shared_bytes=(function.dynamic_begin if shared else function.shared) + shared,
-            resident=resident,
+            resident=self.holds(function, block, shared),
             seed=-1 if self.seed is None else self.seed + self._launches,
             patience=self.patience,
             poisoned=spans,
@@ -205,26 +198,6 @@ class EmulatedDevice:
         return (
             max(1, min(32, _THREADS_PER_SM // (-(-threads // 32) * 32), room)) * self.sms // cluster * cluster
         )
-
-    def _resident(self, function, grid, block, shared, cluster, cooperative):
-        """How many blocks run at once; refuses what a GPU refuses."""
-        threads, blocks, size = (x * y * z for x, y, z in (block, grid, cluster))
-        if threads > 1024:
-            raise UserError(f"kernel {function.name}: {threads} threads a block, the limit is 1024")
-        if size > 8 or any(g % c for g, c in zip(grid, cluster, strict=True)):
-            raise UserError(
-                f"kernel {function.name}: cluster {cluster} is over 8 or does not divide grid {grid}"
-            )
-        source.check_shared(function.name, function.shared, shared, self.shared_limit)
-        resident = self.holds(function, threads, shared)
-        if cooperative and blocks > resident:
-            raise UserError(
-                f"kernel {function.name}: {blocks} blocks that wait for each other, "
-                f"the device holds {resident} at once",
-                hint="launch fewer blocks",
-                code=3,
-            )
-        return resident
 
     def synchronize(self):
         """All that was launched has ended: a dependent launch need not wait for it."""

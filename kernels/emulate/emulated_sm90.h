@@ -15,7 +15,24 @@ inline uint4 load_stream(const void* global) {
     return *(const uint4*)global;
 }
 
+inline u32 load_stream_4(const void* global) {
+    emulate::aligned(global, 4, "load_stream_4");
+    return *(const u32*)global;
+}
+
 inline void prefetch_l2(const void*) {}
+
+inline u32 mul_bf16(u32 a, u32 b) {
+    auto high = [](u32 pair) { return __uint_as_float(pair & 0xffff0000u); };
+    return pack_bf16(high(a << 16) * high(b << 16), high(a) * high(b));
+}
+
+inline u32 permute_bytes(u32 low, u32 high, u32 which) {
+    u64 all = (u64)high << 32 | low;
+    u32 result = 0;
+    for (int i = 0; i < 4; ++i) result |= (u32)(all >> 8 * (which >> 4 * i & 7) & 0xff) << 8 * i;
+    return result;
+}
 
 inline void mma_bf16(float (&d)[4], const uint4& a, u32 b0, u32 b1, EMULATE_SITE) {
     emulate::Mma mine{{a.x, a.y, a.z, a.w}, {b0, b1}, d};

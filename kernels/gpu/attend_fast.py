@@ -27,8 +27,8 @@ class Shape:
     wgmma: products of four warps together, where the arch has them.
     """
 
-    def __init__(self, rows, heads, groups, size, slots, sms, is_windowed=False, group=None, splits=None,
-                 keys=None, wgmma=True):  # fmt: skip
+    def __init__(self, rows, heads, groups, size, slots, sms, is_windowed=False, has_sinks=False, group=None,
+                 splits=None, keys=None, wgmma=True):  # fmt: skip
         self.size, self.ratio, self.groups = size, heads // groups, groups
         # A set ends where its slot does: the rows of a slot are taken in equal parts.
         width = rows // slots if rows % slots == 0 else rows
@@ -36,6 +36,7 @@ class Shape:
         most = min(self.most, max(1, 64 // self.ratio))
         self.group = group or -(-width // -(-width // most))
         self.shared = 2 * TILE_ROWS * size + 4 * LEAF * size + 24 * self.most + 4 * TILE_ROWS + 64
+        self.shared += 4 * TILE_ROWS * has_sinks
         # two blocks a multiprocessor, with one for a window, which may begin within a unit
         if splits is None:
             splits = max(1, 2 * sms // groups - 1)
@@ -43,6 +44,7 @@ class Shape:
         units = min(splits, -(-keys // LEAF)) if keys else splits  # of the longest row: of a leaf at least
         self.units = max(1, units) + (is_windowed and splits > 0)
         self.defines = {"HEAD": size, "GROUP": self.most} | ({"RING": 1} if is_windowed else {})
+        self.defines |= {"SINKS": 1} if has_sinks else {}
         if wgmma:
             self.defines["WGMMA"] = 1
 
@@ -52,8 +54,8 @@ class Shape:
         return min(pieces, COUNTERS // (32 * self.groups)) * self.group
 
 
-def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, work, o, waits=True,
-           early=True, **tuning):  # fmt: skip
+def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, sinks, work, o,
+           waits=True, early=True, **tuning):  # fmt: skip
     """Row `attend` of the table; None declines. waits: blocks may wait for each other. early: old keys may be
     asked for before the kernel ahead has ended. tuning: of `Shape`.
     """
@@ -63,7 +65,7 @@ def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, 
         return None
     keys = min(backend.bucket or cached, cached)
     how = {"keys": keys, "wgmma": backend.device.arch in HAS_WGMMA} | tuning
-    shape = Shape(rows, heads, groups, size, slots, backend.sms, bool(window), **how)
+    shape = Shape(rows, heads, groups, size, slots, backend.sms, bool(window), sinks is not None, **how)
     count = shape.rows_a_pass(work.size) if shape.splits else rows  # uncut needs no workspace
     if not count:
         return None
@@ -80,8 +82,9 @@ def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, 
         total = len(part[0])
         grid = groups, -(-total // shape.group), shape.units
         args = [
-            part[0], cache_k, cache_v, *part[1:], window, causal, scale, work, o[here], total, heads, groups,
-            cached, shape.ratio, shape.group, shape.splits, shape.units, math.prod(grid) <= held, bool(early),
+            part[0], cache_k, cache_v, *part[1:], window, causal, scale, sinks, work, o[here], total, heads,
+            groups, cached, shape.ratio, shape.group, shape.splits, shape.units, math.prod(grid) <= held,
+            bool(early),
         ]  # fmt: skip
         backend.launch(
             "attend_fast.cu", "attend_fast", grid, THREADS, shape.shared, args, shape.defines,

@@ -11,8 +11,7 @@ from ..host import Replay
 from ..launch import CudaDevice
 from ..ops import DTYPES, storage
 from . import GpuBackend, as_stored, host_arrays, stored_shape, stored_type
-from .pump import prepare
-from .staging import HostArray, Staging
+from .staging import HostArray, Staging, prepare
 
 AHEAD = 512 << 20  # bytes of weights that are read before they are asked for, at least one weight
 

@@ -3,26 +3,26 @@ The hook of the plain backend.
 
 What a fast file offers is entered here; the backend (kernels/gpu/__init__.py) asks in this order:
 
-* `pack(backend, parts, role)` when a weight is made. `pack` returns
-  Weight(layout="packed") or None: then the weight stays plain, (rows, cols). It is only asked when
-  activations are bf16 and all parts are BF16. Inside, `backend.raw(parts)` is a device array u16 (rows, cols)
-  with the parts stacked, in a temporary that the next `raw` may reuse: the stream's order is enough, nothing
-  waits. The packed array comes from `backend.empty(shape, np.uint16)`;
-  its first axis counts groups of 16 rows, so that Weight.slice works.
-* `FAST[row](backend, *args)` when a row is called, args in table order. It launches through `backend.launch`
-  and returns True, or returns None before any launch to decline; the plain variant then runs. It must decline
-  weights whose layout is plain. What it decides may depend on shapes, never on T alone:
-  row r has the same bits for every T.
-* `work_size(backend, rows, cols, outputs)`: f32 that fast variants need in `work` behind the counters, for a
-  product of `rows` token rows with `cols` inputs and `outputs` outputs.
+* `pack(backend, parts, role, experts)` when a weight is made. `pack` returns Weight(layout="packed") or
+  None: then the weight stays plain, (rows, cols). It is only asked when activations are bf16 and all
+  parts are BF16 or all MXFP4. Inside, `backend.raw(parts)` is a device array u16 (rows, cols) with the
+  parts stacked, in a temporary that the next `raw` may reuse: the stream's order is enough, nothing
+  waits. The packed array comes from `backend.empty(shape, np.uint16)`; its first axis counts groups of 16
+  rows, so that Weight.slice works.
+* `FAST[row](backend, *args)` when a row is called, args in table order. It launches through
+  `backend.launch` and returns True, or returns None before any launch to decline; the plain variant then
+  runs. It must decline weights whose layout is plain. What it decides may depend on shapes, never on T
+  alone: row r has the same bits for every T.
+* `work_size(backend, rows, cols, outputs)`: f32 that fast variants need in `work` behind the counters,
+  for a product of `rows` token rows with `cols` inputs and `outputs` outputs.
 
 `work` begins with COUNTERS f32 slots that are u32 counters: zero when allocated, left at zero by every
 kernel. What follows holds anything. backend.variants[row] says which variant ran last, "fast" or "plain".
 
-backend.launch(file, kernel, grid, block, shared, args, defines=None, cluster=1, cooperative=False,
-dependent=False) takes arrays for pointers (a slice of an array is a shifted pointer) and numbers for scalars.
-While a graph is being prepared it only compiles and loads, so a row function must not depend on what kernels
-computed. backend.sms is the number of multiprocessors.
+backend.launch(file, kernel, grid, block, shared, args, defines=None, cluster=1, dependent=False)
+takes arrays for pointers (a slice of an array is a shifted pointer) and numbers for scalars. While a graph is
+being prepared it only compiles and loads, so a row function must not depend on what kernels computed.
+backend.sms is the number of multiprocessors.
 """
 
 from dataclasses import replace
@@ -30,7 +30,7 @@ from dataclasses import replace
 import numpy as np
 
 from ..weight import MATRIX, PAIRS, TABLE, TILE, Weight
-from . import COUNTERS, attend_fast, plain, split
+from . import COUNTERS, attend_fast, experts, plain, split
 
 PAIRED = "packed pairs"  # a tile holds 8 gate rows and the 8 up rows that go with them
 
@@ -41,9 +41,12 @@ def run(backend, row, args):
     return function is not None and bool(function(backend, *args))
 
 
-def pack(backend, parts, role, experts=0):
-    """`Weight` in fragment order from checkpoint tensors stacked along rows, or None: keep it plain."""
-    if role not in (MATRIX, PAIRS, TABLE):
+def pack(backend, parts, role, count=0):
+    """`Weight` in fragment order from checkpoint tensors stacked along rows, of `count` experts, or None: it
+    stays plain."""
+    if count:
+        return experts.pack(backend, parts, role, count)
+    if role not in (MATRIX, PAIRS, TABLE) or any(part.dtype != "BF16" for part in parts):
         return None
     raw = backend.raw(parts)
     rows, cols = raw.shape
@@ -53,7 +56,7 @@ def pack(backend, parts, role, experts=0):
     half = rows // 2 if is_paired else min(rows, TILE // 2)
     sizes = [half, half, TILE // 2] if is_paired else [rows, rows - half, TILE]
     grid = -(-tiles * chunks * 32 // 256)
-    backend.launch("pack.cu", "pack", grid, 256, 0, [raw, raw[half:], data, *sizes, tiles, cols])
+    backend.launch("pack.cu", "pack", grid, 256, 0, [raw, raw[half:], data, *sizes, tiles, cols, 0])
     return Weight((rows, cols), "bf16", PAIRED if is_paired else "packed", (data,))
 
 
@@ -64,7 +67,7 @@ def tiles_of(rows, is_paired=False):
 
 def work_size(backend, rows, cols, outputs):
     """f32 elements of workspace, counters not counted. outputs 0: no product, attention alone."""
-    pieces = attend_fast.work_size(backend)
+    pieces = max(attend_fast.work_size(backend), experts.work_size(rows, outputs))
     if not outputs:
         return pieces
     cut = split.choose(outputs, cols, backend.sms)
@@ -153,6 +156,17 @@ def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, si
 def has_room(heads, size):
     """Whether skinny_heads.cuh holds the heads of one launch."""
     return heads <= 512 and size <= 128
+
+
+def linear(backend, a, w, bias, work, y):
+    if w.layout != "packed":
+        return None
+    cut, tiles = split.choose(w.rows, w.cols, backend.sms), tiles_of(w.rows)
+
+    def args(here, count):
+        return [w.data, a[here], bias, y[here], work, work[COUNTERS:], count, w.rows, w.cols, cut.slices]
+
+    return launch(backend, "linear_fast.cu", "linear_fast", tiles, cut, w.cols, len(a), args)
 
 
 def linear_add(backend, a, w, bias, tap_row, tap_at, x, taps, work):
@@ -293,6 +307,7 @@ FAST = {
         embed,
         qkv,
         attend_fast.attend,
+        linear,
         linear_add,
         gate_up,
         head,
@@ -302,5 +317,8 @@ FAST = {
         head_logits,
         fuse,
         inject,
+        experts.route,
+        experts.experts_up,
+        experts.experts_down,
     )
 }

@@ -42,12 +42,15 @@ def _norm(backend, x, pick, norm, eps, out, rows, source, target):
     backend.launch("norm.cu", "normalise", rows, THREADS, 0, args, defines)
 
 
-def _linear(backend, w, x, kind, out, stride):
-    """out[t, :rows] = w x[t]. kind: type of x, "f32" in the workspace. stride: f32 between rows of out."""
+def _linear(backend, w, x, kind, out, stride, bias=None, target="f32"):
+    """out[t, :rows] = w x[t] + bias. stride: of out's rows.
+
+    kind, target: types of x, "f32" in the workspace, and of out.
+    """
     rows, cols = w.shape
     tokens = x.size // cols
-    defines = _types(backend, w, TOKEN=kind)
-    args = [w.data, x, out, tokens, rows, cols, stride]
+    defines = _types(backend, w, TOKEN=kind, OUT=target)
+    args = [w.data, x, bias, out, tokens, rows, cols, stride]
     backend.launch("linear.cu", "linear", _blocks(backend, rows), THREADS, 0, args, defines)
 
 
@@ -77,12 +80,16 @@ def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, si
     backend.launch("qkv.cu", "qkv", blocks, THREADS, 0, args, _types(backend))
 
 
-def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, work, o):
+def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, sinks, work, o):
     (rows, heads, size), (_, groups, room, _) = q.shape, cache_k.shape
     if size > 512:
         raise NotImplementedError(f"attend: heads of {size}, the kernel holds 512")
-    args = [q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, o, groups, room, size]
+    args = [q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, sinks, o, groups, room, size]
     backend.launch("attend.cu", "attend", (heads, rows), 128, 4 * (size + 128), args, _types(backend))
+
+
+def linear(backend, a, w, bias, work, y):
+    _linear(backend, w, a, backend.activations, y, w.rows, bias, backend.activations)
 
 
 def linear_add(backend, a, w, bias, tap_row, tap_at, x, taps, work):

@@ -92,15 +92,19 @@ def defines_of(frame, tile):
     return names | {"WGMMA": 1} if frame == "wgmma" else names
 
 
-def linear(backend, rows, w, x, scale, y, v=None, tile=None):
-    """y (rows, w.rows + v.rows) f32 = scale (x [w; v]^T). x: bf16 rows as `tokens` gives them."""
+def product(backend, rows, w, x, scale, y, v=None, tile=None, bias=None, target="float"):
+    """y (rows, w.rows + v.rows) = scale (x [w; v]^T). x: bf16 rows as `tokens` gives them.
+
+    target: type of y; rounded to bf16, y gets the bias too.
+    """
     second = v.rows if v else 0
-    args = [w.data, v.data if v else None, x, scale, y, rows, w.cols, w.rows, second]
+    args = [w.data, v.data if v else None, x, scale, y, rows, w.cols, w.rows, second, bias]
 
     def groups(tiles):
         return sum(-(-count // (TILE * tiles)) for count in (w.rows, second))
 
-    launch(backend, "linear_prefill.cu", "linear_prefill", rows, w.rows + second, args, groups, tile)
+    outputs, defines = w.rows + second, {"OUT": target}
+    launch(backend, "linear_prefill.cu", "linear_prefill", rows, outputs, args, groups, tile, defines)
 
 
 def laid_size(rows, cols):
@@ -144,7 +148,7 @@ def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, si
         return None
     (rows, heads, size), (_, groups, room, _) = q.shape, cache_k.shape
     laid, scale, y = tokens(backend, x, norm, eps, work)
-    linear(backend, rows, wq, laid, scale, y, wkv)
+    product(backend, rows, wq, laid, scale, y, wkv)
     args = [y, eps, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot, pos, at, cache_k, cache_v, q]
     args += [rows, heads, groups, room, size, cos.shape[1]]
     if size in (64, 128) and cos.shape[1] == size // 2:
@@ -155,6 +159,14 @@ def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, si
         )  # fmt: skip
     else:
         finish(backend, "qkv", rows * (heads + 2 * groups), args)
+    return True
+
+
+def linear(backend, a, w, bias, work, y):
+    if not fits(w):
+        return None
+    laid, _, _ = tokens(backend, a, None, 0.0, work)
+    product(backend, len(a), w, laid, None, y, bias=bias, target="bf16")
     return True
 
 
@@ -185,7 +197,7 @@ def fuse(backend, taps, w, norm, eps, work, f):
     if not fits(w):
         return None
     laid, _, y = tokens(backend, taps, None, 0.0, work)
-    linear(backend, len(f), w, laid, None, y)
+    product(backend, len(f), w, laid, None, y)
     defines = {"FROM": "float", "TO": "bf16"}
     backend.launch("norm.cu", "normalise", len(f), 128, 0, [y, None, norm, eps, f, len(norm)], defines)
     return True
@@ -196,7 +208,7 @@ def inject(backend, f, wkv, kv_bias, k_norm, eps, cos, sin, slot, pos, at, cache
         return None
     rows, (layers, slots, groups, room, size) = len(f), cache_k.shape
     laid, _, y = tokens(backend, f, None, 0.0, work)
-    linear(backend, rows, wkv, laid, None, y)
+    product(backend, rows, wkv, laid, None, y)
     args = [y, kv_bias, k_norm, eps, cos, sin, slot, pos, at, cache_k, cache_v]
     args += [rows, layers, slots, groups, room, size, cos.shape[1]]
     finish(backend, "inject", rows * layers * 2 * groups, args)
@@ -209,5 +221,5 @@ def finish(backend, name, warps, args):
 
 
 # row of the table -> function(backend, *args) -> True, or None to decline
-PREFILL = {function.__name__: function for function in (qkv, linear_add, gate_up, fuse, inject)}
+PREFILL = {function.__name__: function for function in (qkv, linear, linear_add, gate_up, fuse, inject)}
 PREFILL["attend"] = attend_prompt

@@ -16,12 +16,21 @@ from threading import Lock, Thread, current_thread
 
 import numpy as np
 
-from .pump import CODE, pump, state_of
+from . import pump
 
+IS_COMPILED = (
+    True  # files go through the loop of pump.py, not through Python's (bench/load.py has both side by side)
+)
 PIECE = 4 << 20  # bytes of a buffer
 THREADS = 12
 BUFFERS = 2  # of a thread: one is copied while the other is read into
 RUN = 2  # pieces of a job, for which a thread takes the interpreter's lock once
+
+
+def prepare():
+    """Begin what the first load would wait for."""
+    if IS_COMPILED:
+        pump.prepare()
 
 
 class HostArray:
@@ -150,7 +159,8 @@ class Ring:
         for i in range(0, size, PIECE):
             view = memoryview(self._memory)[i : i + PIECE]
             self._buffers.append((self._first + i, view, device.do(device.driver.cuEventCreate(2))))
-        self._state = state_of(device, stream, PIECE, [(a, event) for a, _, event in self._buffers])
+        pairs = [(address, event) for address, _, event in self._buffers]
+        self._state = pump.state_of(device, stream, PIECE, pairs) if IS_COMPILED else None
         # Filled here and then pinned: what the driver allocates it fills for one thread after the other (48
         # ms for all, 14 this way). Last, so that nothing stays pinned after an error.
         ctypes.memset(self._first, 0, size)
@@ -159,12 +169,12 @@ class Ring:
     def copy(self, source, first, count, address):
         """Bytes of a source, from `first` on, to the device."""
         done, file = 0, getattr(source, "file", None)
-        if file is not None:
-            done = pump()(file, source.start + first, count, address, self._turn, self._state)
+        if file is not None and self._state is not None:
+            done = pump.pump()(file, source.start + first, count, address, self._turn, self._state)
             self._turn += -(-done // PIECE)
-            if code := self._state[CODE]:
+            if code := self._state[pump.CODE]:
                 self._device.do((self._device.driver.CUresult(code),))
-        while done < count:  # no file; or a read fell short, and `read_into` goes on or says why
+        while done < count:  # in Python's loop; or a read fell short, and `read_into` goes on or says why
             step = min(PIECE, count - done)
             self._copy_piece(source, first + done, step, address + done)
             done += step

@@ -14,6 +14,9 @@ from .terminal import amount, json_line, write, write_lines
 PACKAGES = ("numpy", "numba", "ml-dtypes", "safetensors", "tokenizers", "jinja2", "cupy-cuda13x", "cuda-core")
 
 
+KEYS = 2048  # of the context whose steps are told
+
+
 def info(args, interrupt=None):
     """Run the subcommand. Returns the exit code. Errors: UserError for a pair that `generate` would refuse
     too."""
@@ -83,7 +86,9 @@ def backends():
 def pair(args):
     """The facts of target and drafter, their files, the memory they need. Weights are mapped, not read."""
     from minidflash.kernels import open_ops
+    from minidflash.kernels.roofline import PEAKS
 
+    from ..costs import break_even, steps, weight_parts
     from ..fit import make_plan
     from ..pair import open_pair
 
@@ -94,7 +99,7 @@ def pair(args):
     opening["offline"] |= is_default  # a look at the machine fetches nothing by itself
     ops = open_ops(args.backend, args.activations, args.device)
     try:
-        found = open_pair(**opening)
+        found = open_pair(**opening, needs_weights=False)
     except UserError as error:
         if is_default and error.code == 3:
             return {
@@ -103,11 +108,16 @@ def pair(args):
             }
         raise
     plan = make_plan(ops, found, args.ctx, args.prefill_chunk, args.block)
+    costs = steps(found, KEYS, {"f32": 4, "bf16": 2}[ops.activations])
     return {
         "target": facts(found.target), "drafter": found.drafter and facts(found.drafter),
         "memory": {
             "ctx": plan.ctx, "limit": plan.limit, "backend": ops.name, "activations": ops.activations,
-            "bytes": plan.memory, "total": sum(plan.memory.values()),
+            "bytes": plan.memory, "total": sum(plan.memory.values()), "weights": weight_parts(found),
+        },
+        "cost": {
+            "keys": KEYS, "break_even_tau": break_even(costs),
+            "steps": [asdict(step) | {"ms": {card: step.ms(card) for card in PEAKS}} for step in costs],
         },
     }  # fmt: skip
 
@@ -117,16 +127,19 @@ def facts(checked):
 
     A fact of layers is a list, one a layer.
     """
+    from ..costs import parameters
+
     files, config = checked.files, checked.config
     values = {}
     for name, value in config.facts().items():
-        if name == "ropes":
-            value = [asdict(rope) for rope in value]
+        if name in ("ropes", "experts"):
+            value = [one and asdict(one) for one in value]
         value = list(value) if isinstance(value, tuple) else value
         values[name] = {"value": value, "from": config.sources.get(name)}
     return {
         "name": files.name, "folder": str(files.folder),
         "files": {path.name: size for path, size in files.files}, "facts": values,
+        "parameters": parameters(checked.bound),
     }  # fmt: skip
 
 
@@ -152,11 +165,28 @@ def lines(found):
             yield from _facts_lines(role, found[role])
     memory = found["memory"]
     yield ""
-    where = f"{memory['backend']}, {memory['activations']}"
-    yield f"memory needed at a context of {memory['ctx']} positions on {where}"
+    yield (
+        f"memory needed at a context of {memory['ctx']} positions on {memory['backend']}, "
+        f"{memory['activations']}"
+    )
     for name, size in memory["bytes"].items():
-        yield f"  {name:<16}{amount(size):>12}"
+        parts = ", ".join(f"{part} {amount(one)}" for part, one in memory["weights"].items())
+        yield f"  {name:<16}{amount(size):>12}" + (f"   {parts}" if name == "weights" else "")
     yield f"  {'in all':<16}{amount(memory['total']):>12}"
+    yield from _cost_lines(found["cost"])
+
+
+def _cost_lines(cost):
+    """What a step reads at least, and how long that takes on the cards known."""
+    yield ""
+    where = f"a step at a context of {cost['keys']} keys"
+    yield f"{where} reads at least, and takes at the makers' bandwidth at least"
+    for step in cost["steps"]:
+        times = ", ".join(f"{card} {ms:.2f} ms" for card, ms in step["ms"].items())
+        experts = "" if step["experts"] is None else f"; {step['experts']:.1f} experts a layer expected"
+        tau = cost["break_even_tau"].get(step["rows"]) if step["name"].startswith("round") else None
+        pays = f"; pays from tau {tau:.2f} on" if tau else ""
+        yield f"  {step['name']:<16}{amount(step['bytes']):>12}   {times}{experts}{pays}"
 
 
 def _facts_lines(role, one):
@@ -164,15 +194,24 @@ def _facts_lines(role, one):
     yield f"{role}     {one['name']} in {one['folder']}"
     for name, size in one["files"].items():
         yield f"  {name}, {amount(size)}"
+    if not one["files"]:
+        yield "  no weights here: their sizes are what config.json says, in the type they are published in"
+    yield f"  {'parameters':<16}{one['parameters']}"
     for name, fact in one["facts"].items():
         value = fact["value"]
         if name == "ropes":
             value = "; ".join(map(_rope, value))
+        elif name == "experts":
+            value = _repeated([_experts(one) for one in value])
         elif name == "window":
             value = _repeated([window or "all keys" for window in value])
         elif isinstance(value, list):
             value = _repeated(value)
         yield f"  {name:<16}{value!s:<32}{'from ' + fact['from'] if fact['from'] else ''}".rstrip()
+
+
+def _experts(experts):
+    return experts and f"{experts['used']} of {experts['count']}, {experts['layout']}"
 
 
 def _rope(rope):

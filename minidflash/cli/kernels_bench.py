@@ -34,9 +34,11 @@ def bench_kernels(args):
             )
     ops = open_ops(args.backend, args.activations)
     copy = copy_bandwidth(ops)
-    write(f"{ops.name}, {ops.activations}, shape {args.shape}, {args.rows} rows, context {args.context}; "
-          f"copy {copy / 1e9:.1f} GB/s\n\n| row | fused | MB | us | GB/s | of copy "
-          f"|\n|---|---|---|---|---|---|\n")  # fmt: skip
+    write(
+        f"{ops.name}, {ops.activations}, shape {args.shape}, {args.rows} rows, context {args.context}; "
+        f"copy {copy / 1e9:.1f} GB/s\n\n"
+        "| row | fused | MB | us | GB/s | of copy |\n|---|---|---|---|---|---|\n"
+    )
     for name in rows:
         moved, seconds, fused = measure(ops, name, sizes, args.rows, args.context)
         rate = moved / seconds
@@ -129,9 +131,8 @@ def arguments(ops, row, shape, rows, context, like=None, experts="bf16"):
         expert = np.stack([rng.permutation(E)[:U] for _ in range(rows)])
         first, order = group(expert, E)
         values |= {
-            "expert": expert, "first": first, "order": order, "share": 1 / U, "normalise": 1, "limit": 7.0,
-            "alpha": 1.702,
-            "act": CLAMPED if experts == "mxfp4" else SILU,
+            "expert": expert, "first": first, "order": order, "share": 1 / U, "normalise": 1,
+            "act": CLAMPED if experts == "mxfp4" else SILU, "limit": 7.0, "alpha": 1.702,
         }  # fmt: skip
         sizes["Z"] = ops.backend.work_size(
             rows * U, max(sizes["D"], sizes["F"]), max(sizes["D"], 2 * sizes["F"], E)
@@ -148,7 +149,7 @@ def arguments(ops, row, shape, rows, context, like=None, experts="bf16"):
             found.append(like[i])
         elif arg.dims is None:
             found.append(values[arg.name])
-        elif arg.optional and arg.name.endswith(("bias", "logprob")):
+        elif arg.optional and arg.name.endswith(("bias", "sinks", "logprob")):
             found.append(None)
         else:
             found.append(_buffer(ops, arg, tuple(expected(dim, sizes) for dim in arg.dims), values, rng))

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
-from statistics import median
+from statistics import mean, median
 
 from .terminal import amount, duration
 
@@ -62,6 +62,9 @@ def stats_lines(result, rounds, costs, ctx):
             width, cost, plain, needed = found
             table["break-even"] = (f"tau {needed:.2f}: a round of {width} rows takes {duration(cost)}, "
                                    f"a plain one {duration(plain)}")  # fmt: skip
+    experts = [r.experts for r in rounds if r.experts is not None]
+    if experts:
+        table["experts"] = f"{mean(experts):.1f} distinct ones a layer and round, {max(experts):.1f} at most"
     rate = (
         f"{timing.tokens_per_s:.1f} tokens/s after the first"
         if timing.tokens_per_s

@@ -18,7 +18,7 @@ class Trace:
 
     A line: round (0: prefill's token), ids, drafts (ids verified), accepted (drafts kept, before stop and
     budget cuts), verify (rows), seconds, text, finish_reason, with a tokenizer id_texts and draft_texts, from
-    the second sample on sample, and logprobs where they were asked for.
+    the second sample on sample, logprobs where they were asked for, and experts as in Round.
     Errors: UserError when it cannot be written, code 3 once it is open: a disk is full then.
     """
 
@@ -50,8 +50,9 @@ class Trace:
         }  # fmt: skip
         if r.sample:
             line["sample"] = r.sample
-        if r.logprobs is not None:
-            line["logprobs"] = r.logprobs
+        for name in ("logprobs", "experts"):
+            if getattr(r, name) is not None:
+                line[name] = getattr(r, name)
         if tokenizer is not None:
             line["id_texts"] = [tokenizer.decode([i]) for i in r.tokens]
             line["draft_texts"] = [tokenizer.decode([i]) for i in r.drafted]
@@ -112,6 +113,7 @@ KINDS = {
     "text": lambda value: value is None or _is_text(value),
     "finish_reason": lambda value: value in (None, "stop", "length", "interrupted"),
 }
+MOST_EXPERTS = 1e6  # of a layer
 TEXTS = {"id_texts": "ids", "draft_texts": "drafts"}  # these may be missing
 
 
@@ -125,6 +127,9 @@ def _wrong(line):
     for key, ids in TEXTS.items():
         if key in line and not (_is_list(line[key], _is_text) and len(line[key]) == len(line[ids])):
             return f"{key} are not the texts of {ids}"
+    experts = line.get("experts", 0)
+    if type(experts) not in (int, float) or not 0 <= experts <= MOST_EXPERTS:
+        return f"experts is {experts!r:.40}"
     if not (line["ids"] or line["finish_reason"]):
         return "it has no ids"
     if line["accepted"] > len(line["drafts"]) or len(line["drafts"]) != max(0, line["verify"] - 1):
@@ -168,6 +173,8 @@ def tell_round(number, line, paint):
         what = "plain"
     else:
         what = f"kept {line['accepted']} of {len(drafts)}"
+    if "experts" in line:
+        words.append(paint("faint", f" ({line['experts']:.1f} experts a layer)"))
     end = f"  ({line['finish_reason']})" if line["finish_reason"] else ""
     return f"{number:4}  {what:<13} {duration(line['seconds']):>9}  {' '.join(words)}{paint('faint', end)}"
 

@@ -23,7 +23,7 @@ def make(ops, rng, pos, heads=(5, 1, 24), begin=None, end=None, window=0, causal
         "slot": rng.permutation(T).astype(np.int32), "pos": pos,
         "begin": pos if begin is None else np.array(begin, np.int32),
         "end": pos + 1 if end is None else np.array(end, np.int32),
-        "window": window, "causal": causal, "scale": K**-0.5 if scale is None else scale,
+        "window": window, "causal": causal, "scale": K**-0.5 if scale is None else scale, "sinks": None,
     }  # fmt: skip
 
 
@@ -46,10 +46,15 @@ def weigh(case):
     scores = case["scale"] * np.einsum("thk,thsk->ths", q, k)
     size = case["scale"] * np.einsum("thk,thsk->ths", abs(q), abs(k))
     any_key = seen.any(-1, keepdims=True)
-    top = np.where(any_key, np.where(seen, scores, -np.inf).max(-1, keepdims=True), 0)
+    sink = (np.full(q.shape[1], -np.inf) if case["sinks"] is None else real(case["sinks"]))[:, None]
+    best = np.maximum(np.where(seen, scores, -np.inf).max(-1, keepdims=True), sink)
+    top = np.where(any_key, best, 0)
     p = np.where(seen, np.exp(np.where(seen, scores - top, 0)), 0)
-    p /= np.where(any_key, p.sum(-1, keepdims=True), 1)
+    rest = np.exp(np.where(any_key, sink - top, 0))
+    total = np.where(any_key, p.sum(-1, keepdims=True) + rest, 1)
+    p /= total
     slack = 2 + 2 * np.where(seen, size, 0).max(-1)  # an error of e in a score is one of e * p in p
+    slack = slack + 2 * (np.where(rest > 0, abs(sink), 0) * rest / total)[..., 0]
     return np.einsum("ths,thsk->thk", p, v), np.einsum("ths,thsk->thk", p, abs(v)) * slack[..., None]
 
 
@@ -60,7 +65,7 @@ def compare(ops, case):
     return got
 
 
-CASE = ["q", "cache_k", "cache_v", "slot", "pos", "begin", "end", "window", "causal", "scale"]
+CASE = ["q", "cache_k", "cache_v", "slot", "pos", "begin", "end", "window", "causal", "scale", "sinks"]
 
 
 @pytest.mark.parametrize("heads", [(9, 3, 64), (5, 1, 24), (4, 4, 80), (16, 8, 128), (3, 1, 13)], ids=str)

@@ -170,19 +170,17 @@ def test_last_block_merges_in_index_order(rng):
     assert len(results) == 1
 
 
-def test_grid_barrier_in_a_cooperative_launch(device):
-    counter, place, out = np.zeros(1, np.uint32), np.zeros(12, np.int32), np.zeros((3, 12), np.int32)
-    run(device, "grid.cu", "neighbours", 12, 32, [counter, place, out, 3], cooperative=True)
+def test_blocks_that_wait_for_each_other(device):
+    counters, place, out = np.zeros(6, np.uint32), np.zeros(12, np.int32), np.zeros((3, 12), np.int32)
+    run(device, "grid.cu", "neighbours", 12, 32, [counters, place, out, 3])
     assert (out == np.arange(3)[:, None] * 100 + (np.arange(12) + 1) % 12).all()
 
 
-def test_grid_barrier_needs_every_block_resident():
+def test_blocks_that_wait_for_each_other_must_be_resident():
     device = EmulatedDevice(sms=1)
-    args = [np.zeros(1, np.uint32), np.zeros(40, np.int32), np.zeros((1, 40), np.int32), 1]
+    args = [np.zeros(2, np.uint32), np.zeros(40, np.int32), np.zeros((1, 40), np.int32), 1]
     with pytest.raises(EmulationError, match="deadlocked.*have not started.*holds 32 blocks.*load_acquire"):
         run(device, "grid.cu", "neighbours", 40, 32, args)
-    with pytest.raises(UserError, match="40 blocks that wait for each other, the device holds 32"):
-        run(device, "grid.cu", "neighbours", 40, 32, args, cooperative=True)
 
 
 def test_cluster_adds_through_distributed_shared_memory(device):

@@ -116,6 +116,10 @@ def test_nan_stays_nan(ops, rng, act):
     case["u"][1] = stored(np.nan, ops.activations)
     got = real(run(ops, "experts_up", case, F=24)["h"])
     assert np.isnan(got[1]).all() and np.isfinite(got[[0, 2]]).all()
+    case = make(ops, rng, 3, 4, 2, 40, 24, "f32", act)
+    case["bias"][:, [3, 24 + 7]] = np.nan  # of a gate, of an up
+    got = np.isnan(real(run(ops, "experts_up", case, F=24)["h"]))
+    assert got[..., [3, 7]].all() and got.sum() == 3 * 2 * 2
 
 
 @pytest.mark.parametrize("weights", ["bf16", "f32", "mxfp4"])

@@ -32,7 +32,7 @@ def make(rng, pos, heads, slots=1, window=0, causal=1, block=None):
     return {
         "q": make.a(T, H, K), "cache_k": make.a(slots, G, room, K), "cache_v": make.a(slots, G, room, K),
         "slot": (np.arange(T) // -(-T // slots)).astype(np.int32), "pos": pos, "begin": begin, "end": end,
-        "window": window, "causal": causal, "scale": K**-0.5,
+        "window": window, "causal": causal, "scale": K**-0.5, "sinks": None,
     }  # fmt: skip
 
 
@@ -47,8 +47,8 @@ def put(ops, case):
     args = [case[name] for name in CASE]
     for i, value in enumerate(args):
         if np.ndim(value):
-            args[i] = ops.array(value.shape, "A" if value.dtype == np.uint16 else "i32")
-            ops.upload(args[i], value)
+            kinds = {np.uint16: "A", np.int32: "i32", np.float32: "f32"}
+            args[i] = cases.put(ops, value, kinds[value.dtype.type])
     return args
 
 
@@ -281,10 +281,13 @@ def test_old_keys_are_asked_for_before_the_wait(ops, rng, monkeypatch):
 @pytest.mark.parametrize(
     "arch, wgmma", [(arch, False) for arch in compiler.ARCHES.values()] + [("sm_90a", True)]
 )
-@pytest.mark.parametrize("size, is_windowed", [(64, False), (128, False), (128, True)])
-def test_compiles_without_spills_and_two_blocks_fit(ops, arch, wgmma, size, is_windowed, tmp_path):
+@pytest.mark.parametrize("size, is_windowed, has_sinks", [
+    (64, False, False), (128, False, False), (128, True, False), (64, False, True), (64, True, True),
+    (128, True, True),
+])  # fmt: skip
+def test_compiles_without_spills_and_two_blocks_fit(ops, arch, wgmma, size, is_windowed, has_sinks, tmp_path):
     """What the compiler adds for alignment counts: 256 bytes once halved the blocks of 16 rows."""
-    shape = attend_fast.Shape(16, 32, 8, size, 1, 132, is_windowed, wgmma=wgmma)
+    shape = attend_fast.Shape(16, 32, 8, size, 1, 132, is_windowed, has_sinks, wgmma=wgmma)
     cubin, log = compiler.compile_cubin(source.find("attend_fast.cu"), arch, shape.defines)
     used = compiler.resources(log)["attend_fast"]
     assert (used.stack, used.spill_stores, used.spill_loads) == (0, 0, 0), f"{shape.defines}: {used}"

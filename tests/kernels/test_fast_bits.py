@@ -16,7 +16,15 @@ from tests.compare import assert_same_bits, real
 from tests.conftest import parameters
 from tests.disassembly import assert_instructions, disassemble_all
 from tests.fast_rows import C_NORMED, PRODUCTS, ROWS, C, fast_check, fast_run, on_gpu_backends
-from tests.kernels import test_fuse, test_gate_up, test_head_logits, test_linear_add, test_qkv, test_rows
+from tests.kernels import (
+    test_fuse,
+    test_gate_up,
+    test_head_logits,
+    test_linear,
+    test_linear_add,
+    test_qkv,
+    test_rows,
+)
 from tests.kernels.test_compile import needs_nvrtc
 
 # Forms of rows that have a fast variant.
@@ -92,6 +100,8 @@ def test_every_order_of_blocks_warps_and_lanes_gives_the_same_bits(ops, rng, cut
 @pytest.mark.parametrize("cut", CUTS, indirect=True, ids=str)
 @pytest.mark.parametrize("T", [3, 16, 27])
 def test_every_cut_is_right(ops, rng, cut, T):
+    case = test_linear.make(ops, rng, T, 123, 700, "bf16", True)
+    fast_check(ops, "linear", case, test_linear.terms_of(case), C)
     case = test_linear_add.make(ops, rng, T, 123, 700, "bf16", True)
     fast_check(ops, "linear_add", case, test_linear_add.terms_of(case), C)
     case = test_gate_up.make(ops, rng, T, 330, 77, "bf16")
@@ -140,7 +150,12 @@ def test_dependent_launches_read_nothing_too_early(ops, rng, cut, monkeypatch):
         for name, shape in (shapes | {"head": (V, D)}).items()
     }
     cos, sin = make.tables(S, K // 2)
-    host = {"x": make.a(T, D), "taps": np.zeros((T, D), np.uint16), "h": np.zeros((T, F), np.uint16)}
+    host = {
+        "x": make.a(T, D),
+        "taps": np.zeros((T, D), np.uint16),
+        "h": np.zeros((T, F), np.uint16),
+        "y": np.zeros((T, D), np.uint16),
+    }
     host |= {name: np.zeros((1, G, S, K), np.uint16) for name in ("cache_k", "cache_v")}
     host |= {"q": np.zeros((T, H, K), np.uint16), "norm": make.v(D, around=1), "cos": cos, "sin": sin}
     host |= {"slot": np.zeros(T, np.int32), "pos": np.arange(T, dtype=np.int32), "ids": np.zeros(T, np.int32)}
@@ -167,6 +182,7 @@ def test_dependent_launches_read_nothing_too_early(ops, rng, cut, monkeypatch):
             ops.linear_add(b["q"].reshape(T, -1), w["o"], None, None, 0, b["x"], None, b["work"])
             ops.gate_up(b["x"], b["norm"], 1e-6, w["gate_up"], b["work"], b["h"])
             ops.linear_add(b["h"], w["down"], None, b["pos"], 0, b["x"], b["taps"], b["work"])
+            ops.linear(b["h"], w["down"], None, b["work"], b["y"])
             ops.head(b["x"], b["pos"], b["norm"], 1e-6, w["head"], V, b["ids"], b["work"])
         return {name: ops.download(value) for name, value in b.items() if name != "work"}
 

@@ -14,6 +14,7 @@ from tests.kernels import (
     test_head,
     test_head_logits,
     test_inject,
+    test_linear,
     test_linear_add,
     test_qkv,
 )
@@ -45,6 +46,14 @@ def test_embed_matches_oracle(ops, rng, T, V, D):
     case = {"ids": ids, "table": table, "scale": 8.485281}
     terms = {"x": np.abs(case["scale"] * table.real[ids])}
     fast_check(ops, "embed", case, terms, test_embed.C, T=T, D=D)
+
+
+@on_gpu_backends
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("T, D, F", [*test_linear.SHAPES, (32, 96, 320), (33, 16, 32)])
+def test_linear_matches_oracle(ops, rng, T, D, F, bias):
+    case = test_linear.make(ops, rng, T, D, F, "bf16", bias)
+    fast_check(ops, "linear", case, test_linear.terms_of(case), C)
 
 
 @on_gpu_backends

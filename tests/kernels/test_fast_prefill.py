@@ -12,7 +12,15 @@ from tests.cases import check, run
 from tests.compare import assert_same_bits, real
 from tests.conftest import open_or_skip, parameters
 from tests.disassembly import assert_instructions, disassemble_all
-from tests.kernels import test_fuse, test_gate_up, test_inject, test_linear_add, test_qkv, test_rows
+from tests.kernels import (
+    test_fuse,
+    test_gate_up,
+    test_inject,
+    test_linear,
+    test_linear_add,
+    test_qkv,
+    test_rows,
+)
 from tests.kernels.test_compile import needs_nvrtc
 
 # C_NORMED: the norm's weights are multiplied in before the product and that is rounded,
@@ -49,6 +57,14 @@ def prompt_run(ops, name, case, **sizes):
     got = run(Prompt(ops, name), name, case, **sizes)
     assert ops.backend.variants[name] == "prefill"
     return got
+
+
+@on_gpu_backends
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("T, D, F", [(1, 80, 64), (70, 200, 40), (130, 72, 576), (300, 16, 8)])
+def test_linear_matches_oracle(ops, frame, rng, T, D, F, bias):
+    case = test_linear.make(ops, rng, T, D, F, "bf16", bias)
+    prompt_check(ops, "linear", case, test_linear.terms_of(case), C)
 
 
 @on_gpu_backends
@@ -119,7 +135,9 @@ def test_odd_columns_are_left_to_the_other_kernels(ops, frame, rng):
 
 
 @on_gpu_backends
-@pytest.mark.parametrize("form", ["linear_add", "gate_up", "qkv", "fuse", "inject", *test_rows.FORMS])
+@pytest.mark.parametrize(
+    "form", ["linear", "linear_add", "gate_up", "qkv", "fuse", "inject", *test_rows.FORMS]
+)
 def test_a_row_alone_has_the_bits_of_a_chunk(ops, frame, rng, form, monkeypatch):
     """Rows of a chunk of 64, in chunks of 1 and 17, under every tile."""
     monkeypatch.setattr(test_rows, "make", wide(test_rows.make))
@@ -139,7 +157,9 @@ def wide(make):
     def made(name, rng, activations, weights):
         case, sizes = make(name, rng, activations, weights)
         for what in ("x", "a", "taps", "f"):
-            if what in case and what == {"linear_add": "a", "fuse": "taps", "inject": "f"}.get(name, "x"):
+            if what in case and what == {"linear": "a", "linear_add": "a", "fuse": "taps", "inject": "f"}.get(
+                name, "x"
+            ):
                 cols = case[what].shape[1] // 8 * 8
                 case[what] = np.ascontiguousarray(case[what][:, :cols])
         for what in ("w", "wq", "wkv"):
@@ -191,7 +211,10 @@ def test_ops_of_a_prompt_share_everything_but_rows():
     assert isinstance(prompt.backend, prefill.Prefill) and prompt.backend.variants is emulate.backend.variants
 
 
-FILES = ["linear_prefill", "linear_add_prefill", "gate_up_prefill"]
+FILES = [
+    ("linear_prefill", {}), ("linear_prefill", {"OUT": "bf16"}), ("linear_add_prefill", {}),
+    ("gate_up_prefill", {}), ("gate_up_prefill", {"NORMED": 0}),
+]  # fmt: skip
 WANTED = {
     "mma": ["HMMA.16816.F32.BF16", "LDGSTS", "LDS 128", "ACQBULK"],
     "wgmma": ["HGMMA", "UBLKCP", "SYNCS", "LDS 128", "ACQBULK"],
@@ -202,12 +225,12 @@ WANTED = {
 @pytest.mark.parametrize(
     "frame, arch", [("mma", arch) for arch in compiler.ARCHES.values()] + [("wgmma", "sm_90a")]
 )
-@pytest.mark.parametrize("file", FILES)
-def test_compiles_without_spills(frame, arch, file, tmp_path):
+@pytest.mark.parametrize("file, others", FILES, ids=str)
+def test_compiles_without_spills(frame, arch, file, others, tmp_path):
     """Nor with a fence of the card's memory: an arrival of the cluster's scope puts one into every stage."""
     cubins = []
     for tile in prefill.TILES[frame]:
-        defines = prefill.defines_of(frame, tile)
+        defines = prefill.defines_of(frame, tile) | others
         cubin, log = compiler.compile_cubin(source.find(f"{file}.cu"), arch, defines)
         cubins.append(cubin)
         for name, used in compiler.resources(log).items():

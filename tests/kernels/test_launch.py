@@ -95,12 +95,12 @@ def test_last_block_merges_and_leaves_its_counter_ready(device, stream, rng):
     assert abs(out.get()[0] - x.sum(dtype=np.float64)) < 0.05
 
 
-def test_cooperative_grid_barrier(device, stream):
+def test_blocks_that_wait_for_each_other(device, stream):
     blocks = device.sms
-    counter, place, out = (
-        upload(np.zeros(s, t)) for s, t in ((1, "u4"), (blocks, "i4"), ((3, blocks), "i4"))
+    counters, place, out = (
+        upload(np.zeros(s, t)) for s, t in ((6, "u4"), (blocks, "i4"), ((3, blocks), "i4"))
     )
-    run(device, "grid.cu", "neighbours", blocks, 32, [counter, place, out, 3], cooperative=True)
+    run(device, "grid.cu", "neighbours", blocks, 32, [counters, place, out, 3])
     want = np.arange(3)[:, None] * 100 + (np.arange(blocks) + 1) % blocks
     assert (out.get() == want).all()
 
@@ -165,7 +165,7 @@ def test_more_shared_memory_than_the_card_has(device):
 
 def test_functions_say_what_they_use(device):
     function = device.function(SAMPLES / "tiles.cu", "gemm_direct")
-    assert function.local_bytes == 0 and 0 < function.registers <= 255 and function.shared == 0
+    assert function.local_bytes == 0 and function.shared == 0
 
 
 def test_wrong_arguments(device):

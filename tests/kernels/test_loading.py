@@ -21,8 +21,19 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.fixture(params=[True, False], ids=["compiled", "python"])
+def is_compiled(request, monkeypatch):
+    """Which loop files go through."""
+    monkeypatch.setattr(staging, "IS_COMPILED", request.param)
+    return request.param
+
+
+only_compiled = pytest.mark.parametrize("is_compiled", [True], indirect=True)
+only_python = pytest.mark.parametrize("is_compiled", [False], indirect=True)
+
+
 @pytest.fixture(params=[0, 7000], ids=["one-ahead", "all-ahead"])
-def small_buffers(request, monkeypatch):
+def small_buffers(request, monkeypatch, is_compiled):
     """Pinned buffers so few and small that each is filled many times. Returns how many threads have some."""
     for name, value in {"PIECE": 1000, "THREADS": 2, "BUFFERS": 2, "RUN": 3}.items():
         monkeypatch.setattr(staging, name, value)
@@ -42,25 +53,24 @@ def test_weights_are_copied_piece_by_piece(opened, rng, small_buffers):
     assert mixed.dtype == "f32" and not (ops.download(mixed.data)[5:].view(np.uint32) & 0xFFFF).any()
 
 
-def test_files_and_arrays_lie_one_behind_the_other(opened, rng, small_buffers, tmp_path):
-    """Bytes of files go through the compiled loop, others through `read_into`;
-    both in pieces, the last one shorter."""
+def test_files_and_arrays_lie_one_behind_the_other(opened, rng, small_buffers, is_compiled, tmp_path):
+    """Bytes of files may go through the compiled loop, others not; both in pieces, the last one shorter."""
     ops, driver = opened()
     (first,), (last,) = written(tmp_path, rng, 2)
     parts = [first, Make(rng, weights="bf16").w(50, 33), last]
     found = ops.download(ops.weight(parts, "matrix").data)
     assert (found == np.concatenate([p.array for p in parts])).all()
-    assert len(driver.compiled) == 3 * 8 and driver.count("cuMemcpyHtoDAsync") == 12
+    assert len(driver.compiled) == 3 * 8 * is_compiled and driver.count("cuMemcpyHtoDAsync") == 12
 
 
-def test_what_a_load_takes_is_given_back(opened, rng, small_buffers, tmp_path):
+def test_what_a_load_takes_is_given_back(opened, rng, small_buffers, is_compiled, tmp_path):
     """After an error too."""
     ops, driver = opened()
     weights = written(tmp_path, rng)
     ops.read_ahead(weights)
     ops.weight(weights[0], "matrix")
     driver.fails_compiled["cuEventRecord"] = driver.real.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
-    os.truncate(weights[3][0].path, weights[3][0].start)
+    os.truncate(weights[3][0].path, weights[2 + is_compiled][0].start)
     for weight in weights[2:]:
         with pytest.raises(UserError):
             ops.weight(weight, "matrix")
@@ -143,7 +153,7 @@ def assert_one_line(caught, words):
 @pytest.mark.parametrize(
     "call",
     [
-        "cuCtxSetCurrent", "cuStreamCreate", "cuEventCreate", "cuGetProcAddress", "cuMemHostRegister",
+        "cuCtxSetCurrent", "cuStreamCreate", "cuEventCreate", "cuMemHostRegister",
         "cuEventSynchronize", "cuMemcpyHtoDAsync", "cuEventRecord", "cuStreamWaitEvent",
     ],
 )  # fmt: skip
@@ -157,6 +167,16 @@ def test_a_driver_that_fails_is_one_line(opened, rng, small_buffers, tmp_path, c
     assert_one_line(caught, "CUDA driver")
 
 
+@only_compiled
+def test_a_driver_that_does_not_find_its_calls_is_one_line(opened, rng, small_buffers, tmp_path):
+    ops, driver = opened()
+    driver.fails["cuGetProcAddress"] = driver.real.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
+    with pytest.raises(UserError, match="the GPU failed: .*ILLEGAL_ADDRESS") as caught:
+        ops.weight(written(tmp_path, rng, 1)[0], "matrix")
+    assert_one_line(caught, "CUDA driver")
+
+
+@only_compiled
 @pytest.mark.parametrize("call", ["cuEventSynchronize", "cuMemcpyHtoDAsync", "cuEventRecord"])
 def test_a_driver_that_fails_in_the_compiled_loop_is_one_line(opened, rng, small_buffers, tmp_path, call):
     ops, driver = opened()
@@ -169,6 +189,7 @@ def test_a_driver_that_fails_in_the_compiled_loop_is_one_line(opened, rng, small
     assert (ops.download(ops.weight(weights[1], "matrix").data) == weights[1][0].array).all()
 
 
+@only_compiled
 def test_a_driver_without_a_call_is_one_line(opened, rng, small_buffers, tmp_path, monkeypatch):
     ops, driver = opened()
     monkeypatch.setattr(driver, "address", lambda name: 0)
@@ -186,12 +207,40 @@ def test_a_read_that_fails_says_why(opened, rng, small_buffers, tmp_path):
     assert "\n" not in str(caught.value)
 
 
+@only_python
+def test_python_needs_no_compiler(opened, rng, small_buffers, tmp_path, monkeypatch):
+    monkeypatch.setattr(staging, "pump", None)
+    ops, driver = opened()
+    (weight,) = written(tmp_path, rng, 1)
+    assert (ops.download(ops.weight(weight, "matrix").data) == weight[0].array).all()
+    assert not driver.count("cuGetProcAddress") and not driver.compiled
+
+
+@only_python
+@pytest.mark.parametrize("short", range(4))
+def test_a_read_that_falls_short_is_continued(opened, rng, small_buffers, tmp_path, monkeypatch, short):
+    """As a signal leaves one: what is left of the piece is read before it is copied."""
+    reads, preadv = [], os.preadv
+
+    def read(file, buffers, first):
+        reads.append(first)
+        (buffer,) = buffers
+        return preadv(file, [buffer[:10]] if len(reads) == short + 1 else buffers, first)
+
+    ops, driver = opened()
+    (weight,) = written(tmp_path, rng, 1)
+    monkeypatch.setattr(os, "preadv", read)
+    assert (ops.download(ops.weight(weight, "matrix").data) == weight[0].array).all()
+    assert len(reads) == 4 + 1 and driver.count("cuMemcpyHtoDAsync") == 4
+
+
+@only_compiled
 @pytest.mark.parametrize("short", [0, 1, 2, 3])
 def test_a_read_that_falls_short_goes_on_where_it_ended(
     opened, rng, small_buffers, tmp_path, monkeypatch, short
 ):
-    """As a signal leaves one: the compiled loop gives up, and what is left of its job is read here."""
-    reads, make_state = [], staging.state_of
+    """The compiled loop gives up, and what is left of its job is read here."""
+    reads, make_state = [], staging.pump.state_of
 
     def read(file, buffer, count, first):
         reads.append(first)
@@ -207,7 +256,7 @@ def test_a_read_that_falls_short_goes_on_where_it_ended(
         state[0] = ctypes.cast(pread, ctypes.c_void_p).value
         return state
 
-    monkeypatch.setattr(staging, "state_of", changed)
+    monkeypatch.setattr(staging.pump, "state_of", changed)
     ops, driver = opened()
     (weight,) = written(tmp_path, rng, 1)
     assert (ops.download(ops.weight(weight, "matrix").data) == weight[0].array).all()

@@ -18,7 +18,7 @@ from tests.kernels.test_fast_bits import CUTS, cut  # noqa: F401 a fixture
 EMULATE = pytest.mark.parametrize("ops", parameters(["emulate"], ["bf16"]), indirect=True)
 CUT = [CUTS[1], CUTS[-1]]  # three slices: in the workspace, in a cluster's shared memory
 WHERE = ["workspace", "cluster"]
-SUMS = "qkv", "linear_add", "gate_up", "head", "head_logits", "fuse", "inject"
+SUMS = "qkv", "linear", "linear_add", "gate_up", "head", "head_logits", "fuse", "inject"
 COLS, HUGE = 192, 2.0**19
 SEEDS = 1, 2, 3, 4
 
@@ -26,7 +26,7 @@ SEEDS = 1, 2, 3, 4
 def cancelling(name, rng):
     """A case of 64 rows of COLS inputs: terms of the first and the last third are huge and opposite."""
     case, sizes = test_rows.make(name, rng, "bf16", "bf16")
-    given = {"linear_add": "a", "fuse": "taps", "inject": "f"}.get(name, "x")
+    given = {"linear": "a", "linear_add": "a", "fuse": "taps", "inject": "f"}.get(name, "x")
     x, third = np.abs(rng.standard_normal((len(case[given]), COLS))), COLS // 3
     x[:, -third:] = x[:, :third]
     case[given] = stored(x, "bf16")

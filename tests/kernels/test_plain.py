@@ -28,8 +28,9 @@ class Forced(Ops):
 
 @pytest.mark.parametrize("ops", parameters(["emulate", "cuda"], ["bf16"]), indirect=True)
 @pytest.mark.parametrize(
-    "name, role", [("embed", "table"), ("qkv", "matrix"), ("linear_add", "matrix"), ("gate_up", "pairs"),
-                   ("head", "matrix"), ("head_logits", "matrix"), ("fuse", "matrix"), ("inject", "matrix")]
+    "name, role", [("embed", "table"), ("qkv", "matrix"), ("linear", "matrix"), ("linear_add", "matrix"),
+                   ("gate_up", "pairs"), ("head", "matrix"), ("head_logits", "matrix"), ("fuse", "matrix"),
+                   ("inject", "matrix")]
 )  # fmt: skip
 def test_packed_and_plain_weights_give_the_same_bits(ops, rng, name, role):
     case, sizes = make(name, rng, "bf16", "bf16")
@@ -49,7 +50,14 @@ def test_arguments_are_the_tables():
         assert found == ["backend", *(spec.name for spec in row.args)]
 
 
-KINDS = {"ACTIVATION": "float", "WEIGHT": "float", "FROM": "float", "TO": "float", "TOKEN": "float"}
+KINDS = {
+    "ACTIVATION": "float",
+    "WEIGHT": "float",
+    "FROM": "float",
+    "TO": "float",
+    "TOKEN": "float",
+    "OUT": "bf16",
+}
 FILES = ["embed", "norm", "linear", "linear_add", "gate_up", "qkv", "inject", "attend"]
 
 

@@ -40,7 +40,10 @@ def make(name, rng, activations, weights):
     if name == "attend":
         caches = {"cache_" + c: make.a(N, G, S, K) for c in "kv"}
         where = {"slot": slot, "pos": pos, "begin": pos, "end": pos + 1}
-        return {"q": make.a(T, H, K), **caches, **where, "window": 0, "causal": 1, "scale": K**-0.5}, {}
+        return {"q": make.a(T, H, K), **caches, **where, "window": 0, "causal": 1, "scale": K**-0.5,
+                "sinks": make.v(H)}, {}  # fmt: skip
+    if name == "linear":
+        return {"a": make.a(T, F), "w": make.w(D, F), "bias": make.v(D)}, {}
     if name == "linear_add":
         taps = {"tap_row": np.arange(T, dtype=np.int32), "tap_at": 3}
         rest = {"x": make.a(T, D), "taps": np.zeros((T, D + 7), kinds["A"])}
@@ -83,8 +86,8 @@ def make(name, rng, activations, weights):
     raise KeyError(name)
 
 
-# The rows of reject are a slot's, one behind the other, and those of experts are grouped:
-# their files ask the same of them.
+# The rows of reject are a slot's, one behind the other, those of experts are grouped: their files ask the
+# same.
 OTHERS = "reject", "route", "experts_up", "experts_down"
 ROW_KERNELS = [
     name for name, row in ROWS.items() if any(spec.type in "AW" for spec in row.args) and name not in OTHERS

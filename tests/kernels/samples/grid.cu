@@ -1,4 +1,4 @@
-/* Blocks that meet: the last block merges, a grid barrier, a cluster's shared memory, a dependent launch. */
+/* Blocks that meet: the last one merges, all wait for all, a cluster's shared memory, a dependent launch. */
 #include "sm90.cuh"
 
 #ifndef TOO_EARLY
@@ -23,13 +23,19 @@ extern "C" __global__ void sum_last_block(const float* x, float* partial, u32* c
     }
 }
 
-/* Every block writes, all meet, every block reads its neighbour's. */
-extern "C" __global__ void neighbours(u32* counter, int* place, int* out, int rounds) {
-    for (int r = 0; r < rounds; ++r) {
-        if (threadIdx.x == 0) place[blockIdx.x] = r * 100 + blockIdx.x;
-        grid_sync(counter);
-        if (threadIdx.x == 0) out[r * gridDim.x + blockIdx.x] = __ldcg(place + (blockIdx.x + 1) % gridDim.x);
-        grid_sync(counter);
+/* Every block of one warp writes, all wait for all, every block reads its neighbour's. A counter a wait. */
+extern "C" __global__ void neighbours(u32* counters, int* place, int* out, int rounds) {
+    for (int r = 0; r < rounds; ++r, counters += 2) {
+        if (threadIdx.x == 0) {
+            place[blockIdx.x] = r * 100 + blockIdx.x;
+            red_add_release(counters, 1);
+        }
+        warp_wait_for(counters, gridDim.x);
+        if (threadIdx.x == 0) {
+            out[r * gridDim.x + blockIdx.x] = __ldcg(place + (blockIdx.x + 1) % gridDim.x);
+            red_add_release(counters + 1, 1);
+        }
+        warp_wait_for(counters + 1, gridDim.x);
     }
 }
 

@@ -1,0 +1,283 @@
+/* The frame of experts_up_fast and experts_down_fast: each expert's token rows times its packed weights.
+ * Grid:   persistent, a block a multiprocessor. A run is up to MOST_ROWS pairs of one expert; a piece is a
+ * run and one row tile of its weights. All pieces lie in a row: experts ascending, of one `range` tiles at a
+ * time, of those the runs, of a run the tiles. A block takes a stretch of them, or (span) every so-manyth
+ * stretch of so many: then the runs of an expert go over the same tiles side by side, and memory gives them
+ * once. WARPS warps stream weights, FINISHERS end tiles, as in skinny.cuh. Moves:  the weights of experts
+ * that have pairs, once where an expert has one run; token rows once a run and block. Layout: packed weights
+ * of skinny.cuh, or of mxfp4.cuh, a matrix behind the other. Bits:   a row's sum runs over a warp's units of
+ * K, then warps, each ascending. Who takes which piece, and how many rows are beside it, does not matter. */
+#pragma once
+#include "experts_plan.cuh"
+#include "experts_units.cuh"
+
+#ifndef TOKEN_BUFFERS
+#define TOKEN_BUFFERS 2  // runs whose tokens are in shared memory: with 2, the next run's come early
+#endif
+#ifndef SUM_SETS
+#define SUM_SETS 2  // tiles whose sums are
+#endif
+#ifndef ASKED_TILES
+#define ASKED_TILES 0  // tiles behind those under way, asked for in L2 before the wait
+#endif
+
+constexpr int ORDER_ROOM = 512;  // pairs whose order is brought to shared memory
+
+/* Where things lie in dynamic shared memory. */
+struct Places {
+    float2* sums;  // [SUM_SETS][WARPS][UNITS][32]
+    Entry* entries;
+    Run* list;
+    int* order;
+    unsigned char* tokens;  // [TOKEN_BUFFERS][chunks][TOKEN_TILES][32 lanes][16 bytes]
+
+    __device__ __forceinline__ Places(unsigned char* dynamic, const Shape& shape)
+        : sums((float2*)dynamic),
+          entries((Entry*)(sums + SUM_SETS * WARPS * UNITS * 32)),
+          list((Run*)(entries + shape.experts)),
+          order((int*)(list + shape.room)),
+          tokens((unsigned char*)(order + ORDER_ROOM)) {}
+};
+
+/* Token rows: pair r's is row r / per of `rows`. */
+struct Tokens {
+    const bf16* rows;
+    int per;
+};
+
+/* This lane's pieces of this warp's units of a run's tokens: nobody else reads them. One group of copies.
+ * cols is a multiple of 8. What it needs is made here, not kept through the stream. */
+__device__ __forceinline__ void bring_run(const Run& run, const Tokens& from, const int* order, int cols,
+                                          unsigned char* tokens) {
+    const int thread = opaque(threadIdx.x), lane = thread % 32, warp = thread / 32;
+#pragma unroll(1)
+    for (int row = lane / 4; row - lane / 4 < run.count; row += 8) {
+        const bool is_row = row < run.count;
+        const bf16* token = from.rows;
+        if (is_row) token += (size_t)(order[run.begin + row] / from.per) * cols;
+        unsigned char* to = tokens + warp * UNIT_CHUNKS * TOKEN_CHUNK + row / 8 * 512 + 16 * lane;
+#pragma unroll(1)
+        for (int k = UNIT_K * warp + 8 * (lane % 4); k - 8 * (lane % 4) < cols; k += WARPS * UNIT_K) {
+#pragma unroll
+            for (int c = 0; c < UNIT_CHUNKS; ++c) {
+                const bool is_there = is_row && k + 32 * c < cols;
+                cp_async_16_or_zero(to + c * TOKEN_CHUNK, is_there ? token + k + 32 * c : from.rows,
+                                    is_there);
+            }
+            to += WARPS * UNIT_CHUNKS * TOKEN_CHUNK;
+        }
+    }
+    cp_async_commit();
+}
+
+__device__ __forceinline__ int buffer_bytes(int cols) { return units_of(cols) * UNIT_CHUNKS * TOKEN_CHUNK; }
+
+/* A tile's sums of this warp to the finishing warp whose tile it is. */
+__device__ __forceinline__ void give_sums(float (&acc)[TOKEN_TILES][4], int ordinal, int count, float2* sums,
+                                          Barriers& barriers) {
+    const int set = ordinal % SUM_SETS, thread = opaque(threadIdx.x);
+    mbarrier_wait(&barriers.empty[set], (ordinal / SUM_SETS & 1) ^ 1);
+    float2* to = sums + (set * WARPS + thread / 32) * UNITS * 32 + thread % 32;
+#pragma unroll
+    for (int n = 0; n < TOKEN_TILES; ++n) {
+        if (n > 0 && 8 * n >= count) break;
+        to[64 * n] = make_float2(acc[n][0], acc[n][2]);
+        to[64 * n + 32] = make_float2(acc[n][1], acc[n][3]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) acc[n][i] = 0.f;
+    }
+    __syncwarp();  // lanes may have parted in the wait
+    mbarrier_arrive(&barriers.full[ordinal % FULL_BARRIERS]);
+}
+
+/* The weights that are asked for next: of `left` tiles of run `run` of the list. */
+struct Ahead {
+    int run, left;
+    const char* at;
+
+    __device__ __forceinline__ void find(const Plan& plan, const u8* w, int cols) {
+        left = 0;
+        if (run >= plan.listed) return;
+        left = plan.list[run].tiles;
+        at = (const char*)w + (size_t)plan.list[run].tile * units_of(cols) * UNIT_SIZE +
+             warp_index() * UNIT_SIZE + 16 * lane_index();
+    }
+
+    __device__ __forceinline__ void advance(const Plan& plan, const u8* w, int cols) {
+        at += (size_t)units_of(cols) * UNIT_SIZE;
+        if (--left > 0) return;
+        ++run;
+        find(plan, w, cols);
+    }
+};
+
+/* The next tiles to L2, so that memory has something to do until this block's tokens are there. */
+__device__ __forceinline__ void ask_tiles(const Plan& plan, Ahead ahead, const u8* w, int cols) {
+#pragma unroll(1)
+    for (int i = 0; i < ASKED_TILES && ahead.left > 0; ++i) {
+        for (int u = 0; u < own_units(cols); ++u)
+            if (const int lane = lane_index(); lane < (UNIT_SIZE + 127) / 128)  // a line each
+                prefetch_l2(ahead.at + u * WARPS * UNIT_SIZE + (128 - 16) * lane);
+        ahead.advance(plan, w, cols);
+    }
+}
+
+/* What streaming warps know all along. */
+struct Stream {
+    const Plan& plan;
+    const u8* w;
+    const Tokens& from;
+    const int* order;
+    int cols;
+    const Places& places;
+    Barriers& barriers;
+    Ahead next;
+    int run, left, count;  // of the list, tiles of it that are left, its pairs
+    int buffer, ordinal;
+    float acc[TOKEN_TILES][4];
+
+    /* Weights are asked for before the tokens are there. */
+    __device__ __forceinline__ void begin(Units (&a)[AHEAD]) {
+        next.run = 0;
+        next.find(plan, w, cols);
+#pragma unroll
+        for (int s = 0; s < AHEAD; ++s)
+            if (next.left > 0) {
+#pragma unroll
+                for (int u = 0; u < CHUNKS; ++u)
+                    if (u < own_units(cols)) a[s].load(u, next.at);
+                next.advance(plan, w, cols);
+            }
+    }
+
+    __device__ __forceinline__ void bring(int which, int to) const {
+        bring_run(plan.list[which], from, order, cols, places.tokens + to * buffer_bytes(cols));
+    }
+
+    /* A run begins: its tokens are there, the next run's are asked for. */
+    __device__ __forceinline__ void enter() {
+        left = plan.list[run].tiles, count = plan.list[run].count;
+        if (TOKEN_BUFFERS == 1) {
+            bring(run, 0);
+            cp_async_wait<0>();
+            return;
+        }
+        if (run + 1 < plan.listed)
+            bring(run + 1, buffer ^ 1);
+        else
+            cp_async_commit();
+        cp_async_wait<1>();
+    }
+
+    /* A piece, whose weights are in slot S, and those behind it as far as there are slots. False: no more. */
+    template <int S>
+    __device__ __forceinline__ bool step(Units (&a)[AHEAD]) {
+        if (left == 0) {
+            if (run == plan.listed) return false;
+            enter();
+        }
+        const unsigned char* tokens = places.tokens + buffer * buffer_bytes(cols) +
+                                      warp_index() * UNIT_CHUNKS * TOKEN_CHUNK + 16 * lane_index();
+        const bool is_asked = next.left > 0;
+#pragma unroll
+        for (int u = 0; u < CHUNKS; ++u)
+            if (u < own_units(cols)) {
+                multiply(acc, a[S], u, tokens + u * WARPS * UNIT_CHUNKS * TOKEN_CHUNK, count);
+                if (is_asked) a[S].load(u, next.at);
+            }
+        if (is_asked) next.advance(plan, w, cols);
+        give_sums(acc, ordinal++, count, places.sums, barriers);
+        if (--left == 0) {
+            ++run;
+            if (TOKEN_BUFFERS == 2) buffer ^= 1;
+        }
+        if constexpr (S + 1 < AHEAD)
+            return step<S + 1>(a);
+        else
+            return true;
+    }
+
+    /* All pieces of the list, after `begin`. */
+    __device__ __forceinline__ void all(Units (&a)[AHEAD]) {
+        run = left = 0;
+        if (TOKEN_BUFFERS == 2 && plan.listed > 0) bring(0, buffer);
+        while (step<0>(a)) {
+        }
+    }
+};
+
+/* sink.prepare(run, expert, tile) may ask for what the end of a tile needs; sink(run, tile, v) gets each tile
+ * once, by one finishing warp: v as in skinny.cuh, of the pairs that the run has. */
+template <class Sink>
+__device__ __forceinline__ void end_tiles(const Plan& plan, const Shape& shape, const Places& places,
+                                          Barriers& barriers, Sink& sink) {
+    int ordinal = warp_index() - WARPS;
+    for (int which = 0, at = ordinal; which < plan.listed; at += FINISHERS) {  // tile `at` of run `which`
+        while (which < plan.listed && at >= plan.list[which].tiles) at -= plan.list[which++].tiles;
+        if (which == plan.listed) return;
+        const Run run = plan.list[which];
+        const int expert = run.tile / shape.tiles, tile = run.tile - expert * shape.tiles + at;
+        const int set = ordinal % SUM_SETS;
+        const float2* sums = places.sums + set * WARPS * UNITS * 32 + lane_index();
+        float2 v[UNITS];
+        sink.prepare(run, expert, tile);
+        mbarrier_wait(&barriers.full[ordinal % FULL_BARRIERS], ordinal / FULL_BARRIERS & 1);
+#pragma unroll
+        for (int n = 0; n < TOKEN_TILES; ++n) {
+            if (n > 0 && 8 * n >= run.count) break;
+            v[2 * n] = sums[64 * n], v[2 * n + 1] = sums[64 * n + 32];
+#pragma unroll(5)
+            for (int warp = 1; warp < WARPS; ++warp) {
+                const float2 even = sums[32 * (warp * UNITS + 2 * n)],
+                             odd = sums[32 * (warp * UNITS + 2 * n + 1)];
+                v[2 * n].x += even.x, v[2 * n].y += even.y;
+                v[2 * n + 1].x += odd.x, v[2 * n + 1].y += odd.y;
+            }
+        }
+        mbarrier_arrive(&barriers.empty[set]);
+        sink(run, tile, v);
+        ordinal += FINISHERS;
+    }
+}
+
+/* The whole of it. KNOWS: the groups were complete before the kernel ahead began, which waited for them, so
+ * weights are asked for before this one's wait. */
+template <bool KNOWS, class Sink>
+__device__ __forceinline__ void experts(const Shape& shape, const u8* w, const Tokens& from, const int* first,
+                                        const int* order, Sink& sink) {
+    extern __shared__ __align__(128) unsigned char dynamic[];
+    __shared__ Barriers barriers;
+    __shared__ Plan plan;
+    const Places places(dynamic, shape);
+    const bool is_streaming = warp_index() < WARPS, is_small = shape.pairs <= ORDER_ROOM;
+    if (threadIdx.x == 32) barriers.init(Task{});
+    if (!KNOWS) {
+        griddep_wait();
+        griddep_launch();
+    }
+    if (warp_index() == 0) {
+        plan.open(first, shape, places.entries);
+        plan.make_list(shape, places.entries, places.list);
+    } else if (is_small) {
+        for (int r = threadIdx.x - 32; r < shape.pairs; r += THREADS - 32)
+            places.order[r] = __ldcg(order + r);
+    }
+    __syncthreads();
+    sink.order = is_small ? places.order : order, sink.runs = plan.runs;
+    Units a[AHEAD];
+    Stream stream{plan, w, from, sink.order, shape.cols, places, barriers, {}, 0, 0, 0, 0, 0, {}};
+    if (is_streaming) {
+        stream.begin(a);
+        if (KNOWS) ask_tiles(plan, stream.next, w, shape.cols);
+    }
+    if (KNOWS) {
+        griddep_wait();
+        griddep_launch();
+    }
+    if (is_streaming) {
+        stream.all(a);
+    } else {
+        sink.begin();
+        end_tiles(plan, shape, places, barriers, sink);
+    }
+}

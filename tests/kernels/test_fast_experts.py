@@ -1,0 +1,363 @@
+"""The fast kernels of layers with experts: tests of their rows again; bits under any cut, order and company.
+
+The tests of experts_up and experts_down run the fast kernels too, wherever activations are bf16.
+"""
+
+from functools import partial
+
+import numpy as np
+import pytest
+from minidflash.kernels import compiler
+from minidflash.kernels.gpu import experts
+from minidflash.kernels.ops import Ops
+from minidflash.kernels.table import CLAMPED, GELU_TANH, SILU
+
+from tests.cases import Make, grouped, run, stored
+from tests.compare import assert_same_bits, real
+from tests.conftest import parameters
+from tests.disassembly import assert_instructions, disassemble_all
+from tests.fast_rows import C, Fast, fast_check, fast_run, on_gpu_backends
+from tests.kernels import test_experts_down, test_experts_up, test_route
+from tests.kernels.test_compile import needs_nvrtc
+
+TYPES = pytest.mark.parametrize("weights", ["bf16", "mxfp4"])
+
+
+# ---- route --------------------------------------------------------------------------------------------
+
+
+@on_gpu_backends
+@pytest.mark.parametrize("bias, normalise", [(False, 1), (True, 0)])
+@pytest.mark.parametrize("T, E, U, D", [*test_route.SHAPES, (16, 128, 8, 2048), (20, 300, 8, 104)])
+def test_route_matches_oracle(ops, rng, T, E, U, D, bias, normalise):
+    case, size = test_route.make(ops, rng, T, E, U, -(-D // 8) * 8, "bf16", bias, normalise)
+    test_route.assert_routed(fast_run(ops, "route", case, **size), case, U, E)
+
+
+@pytest.fixture
+def halves(monkeypatch):
+    """The tests of route make weights in bf16."""
+    monkeypatch.setattr(test_route, "make", partial(test_route.make, weights="bf16"))
+
+
+@on_gpu_backends
+@pytest.mark.parametrize(
+    "test",
+    [
+        partial(test_route.test_inactive_rows_have_no_experts, idle=[1, 2, 6]),
+        partial(test_route.test_of_equal_logits_the_smaller_id_comes_first, U=4),
+        test_route.test_nan_is_the_least_likely_and_ids_stay_in_range,
+        test_route.test_one_expert_may_have_all_rows,
+    ],
+    ids=["inactive", "equal", "nan", "one"],
+)
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_route_of_strange_rows(ops, rng, halves, test):
+    test(Fast(ops, "route"), rng)
+    assert ops.backend.variants["route"] == "fast"
+
+
+@on_gpu_backends
+def test_of_equal_logits_of_one_lane_the_smaller_id_comes_first(ops, rng):
+    """A lane of choose.cuh looks after every 32nd expert."""
+    case, size = test_route.make(ops, rng, 3, 100, 5, 40, "bf16", bias=False)
+    case["w"].array[...] = 0
+    assert (fast_run(ops, "route", case, **size)["expert"] == np.arange(5)).all()
+
+
+@on_gpu_backends
+def test_route_has_its_eps(ops, rng):
+    case, size = test_route.make(ops, rng, 3, 9, 2, 40, "bf16")
+    case["x"] = stored(1e-3 * real(case["x"]), "bf16")
+    test_route.assert_routed(fast_run(ops, "route", case, **size), case, 2, 9)
+
+
+@on_gpu_backends
+@pytest.mark.parametrize("T, E, U, D", [(9, 20, 4, 120), (33, 128, 8, 64)])
+def test_a_routed_rows_bits_are_its_own(ops, rng, T, E, U, D):
+    test_route.test_a_rows_bits_are_its_own(Fast(ops, "route"), rng, T, E, U, D)
+    assert ops.backend.variants["route"] == "fast"
+
+
+# ---- the experts' products ----------------------------------------------------------------------------
+
+
+def up_case(ops, rng, T, E, U, D, F, weights, idle=()):
+    return test_experts_up.make(ops, rng, T, E, U, D, F, weights, "clamped", idle=idle), {"F": F}
+
+
+def down_case(ops, rng, T, E, U, D, F, weights, idle=()):
+    return test_experts_down.make(ops, rng, T, E, U, D, F, weights, tap_at=3, idle=idle), {}
+
+
+BOTH = pytest.mark.parametrize(
+    "name, make, terms, what",
+    [
+        ("experts_up", up_case, test_experts_up.terms_of, "h"),
+        ("experts_down", down_case, test_experts_down.terms_of, "x"),
+    ],
+    ids=["up", "down"],
+)
+
+
+@on_gpu_backends
+@TYPES
+@BOTH
+@pytest.mark.parametrize("T", [1, 7, 8, 9, 20, 33, 40, 70])
+def test_groups_of_any_size_match_oracle(ops, rng, name, make, terms, what, weights, T):
+    """Three experts, of which one has all rows; tiles of a prompt come in strips, which end in the middle."""
+    case, sizes = make(ops, rng, T, 3, 2, *((216, 301) if name == "experts_up" else (637, 216)), weights)
+    case["expert"][:, 0], case["expert"][:, 1] = 1, 2 * (np.arange(T) % 3 > 0)
+    case |= grouped(case["expert"], 3)
+    fast_check(ops, name, case, terms(case), C, **sizes)
+
+
+@pytest.fixture
+def cut(request, monkeypatch):
+    """Every tile is dealt out this way: (Cut without its units, Frame), as far as K allows."""
+    how, shape = request.param
+
+    def choose(cols, kind, row):
+        units = -(-cols // experts.UNIT[kind][0])
+        warps = min(how.warps, units)
+        return experts.Cut(warps, -(-units // warps), how.ahead, how.finishers, how.asked)
+
+    monkeypatch.setattr(experts, "choose", choose)
+    monkeypatch.setattr(experts, "frame", lambda *_: shape)
+    return how
+
+
+CUTS = [
+    (experts.Cut(3, 0, 1, 1), experts.Frame(1, 1, 1)),
+    (experts.Cut(3, 0, 2, 2, 3), experts.Frame(2, 2, 2)),
+    (experts.Cut(3, 0, 3, 4, 1), experts.Frame(4, 2, 1)),
+    (experts.Cut(3, 0, 4, 3), experts.Frame(1, 2, 2)),
+]
+
+
+@on_gpu_backends
+@TYPES
+@BOTH
+@pytest.mark.parametrize("cut", CUTS, indirect=True, ids=str)
+@pytest.mark.parametrize("T", [5, 37])
+def test_every_cut_is_right(ops, rng, cut, name, make, terms, what, weights, T):
+    case, sizes = make(ops, rng, T, 9, 3, 176, 152, weights, idle=[2])
+    fast_check(ops, name, case, terms(case), C, **sizes)
+
+
+@on_gpu_backends
+@TYPES
+@BOTH
+def test_bits_do_not_depend_on_how_a_tile_comes_about(
+    ops, rng, name, make, terms, what, weights, monkeypatch
+):
+    """Groups of rows, tiles ahead, who ends them: none of it shows; nor how many rows there are."""
+    case, sizes = make(ops, rng, 37, 5, 2, 200, 136, weights)
+    whole = fast_run(ops, name, case, **sizes)[what]
+    natural = experts.choose(case["w"].shape[-1], weights, name)
+    for how, shape in CUTS:
+        monkeypatch.setattr(
+            experts, "choose", lambda *_, how=how: experts.Cut(natural.warps, natural.units, *how_of(how))
+        )
+        monkeypatch.setattr(experts, "frame", lambda *_, shape=shape: shape)
+        assert_same_bits(fast_run(ops, name, case, **sizes)[what], whole, str((how, shape)))
+
+
+def how_of(cut):
+    return cut.ahead, cut.finishers, cut.asked
+
+
+@on_gpu_backends
+@TYPES
+@BOTH
+def test_bits_do_not_depend_on_how_many_rows_there_are(ops, rng, name, make, terms, what, weights):
+    case, sizes = make(ops, rng, 40, 7, 3, 104, 88, weights)
+    whole = fast_run(ops, name, case, **sizes)[what]
+    rows = [spec for spec in ("u", "h", "x", "share", "tap_row") if case.get(spec) is not None]
+    for count in (*range(1, 18), 31, 32, 33):
+        first = int(rng.integers(0, 41 - count))
+        here = slice(first, first + count)
+        part = case | {spec: np.ascontiguousarray(case[spec][here]) for spec in rows}
+        part |= grouped(np.ascontiguousarray(case["expert"][here]), 7)
+        assert_same_bits(fast_run(ops, name, part, **sizes)[what], whole[here], f"{count} rows")
+
+
+@pytest.mark.parametrize("ops", parameters(["emulate"], ["bf16"]), indirect=True)
+@TYPES
+@BOTH
+@pytest.mark.parametrize("T", [6, 36])
+def test_every_order_of_blocks_warps_and_lanes_gives_the_same_bits(
+    ops, rng, name, make, terms, what, weights, T
+):
+    case, sizes = make(ops, rng, T, 7, 3, 104, 88, weights)
+    want = fast_run(ops, name, case, **sizes)
+    for seed in range(1, 4):
+        shuffled = Ops(type(ops.backend)("bf16", seed=seed))
+        got = fast_run(shuffled, name, case, **sizes)
+        for argument, value in want.items():
+            assert_same_bits(got[argument], value, f"seed {seed}: {argument}")
+
+
+@pytest.mark.parametrize("ops", parameters(["emulate"], ["bf16"]), indirect=True)
+@pytest.mark.parametrize("T", [5, 20, 36])
+def test_every_order_routes_the_same_way(ops, rng, T):
+    case, sizes = test_route.make(ops, rng, T, 50, 4, 104, "bf16")
+    want = fast_run(ops, "route", case, **sizes)
+    for seed in range(1, 4):
+        got = fast_run(Ops(type(ops.backend)("bf16", seed=seed)), "route", case, **sizes)
+        for argument, value in want.items():
+            assert_same_bits(got[argument], value, f"seed {seed}: {argument}")
+
+
+@on_gpu_backends
+@BOTH
+def test_weights_of_a_k_that_no_warp_holds_are_read_by_the_plain_kernel(ops, rng, name, make, terms, what):
+    assert experts.choose(8192, "bf16", name) is None
+    sizes = (8192, 8) if name == "experts_up" else (8, 8192)
+    case, known = make(ops, rng, 2, 3, 2, *sizes, "bf16")
+    run(ops, name, case, **known)
+    assert ops.backend.variants[name] == "plain"
+
+
+@on_gpu_backends
+@TYPES
+@BOTH
+@pytest.mark.parametrize("rows, cols", [(48, 96), (20, 64), (8, 160)])
+def test_the_plain_kernel_reads_packed_weights(
+    ops, rng, name, make, terms, what, weights, rows, cols, monkeypatch
+):
+    """To the bit of what it makes of plain ones."""
+    sizes = (cols, rows) if name == "experts_up" else (rows, cols)
+    case, known = make(ops, rng, 5, 4, 2, *sizes, weights)
+    monkeypatch.setattr(experts, "choose", lambda *_: None)
+    packed = run(ops, name, case, **known)[what]
+    assert ops.backend.variants[name] == "plain"
+    monkeypatch.setattr(experts, "pack", lambda *_: None)
+    assert_same_bits(run(ops, name, case, **known)[what], packed, what)
+
+
+# ---- dependent launch ---------------------------------------------------------------------------------
+
+
+@on_gpu_backends
+@TYPES
+@pytest.mark.parametrize("T", [5, 35])
+def test_dependent_launches_read_nothing_too_early(ops, rng, weights, T, monkeypatch):
+    """Two layers, one behind the other; the emulator poisons what the predecessor wrote until the wait."""
+    D, E, U, F = 96, 10, 3, 64
+    make = Make(rng, "bf16", weights)
+    router = ops.backend.weight([Make(rng, "bf16").w(E, D)], "matrix")
+    up, down = (
+        ops.backend.weight(made.parts, role, E)
+        for made, role in ((make.experts(E, 2 * F, D), "expert pairs"), (make.experts(E, D, F), "experts"))
+    )
+    start, norm = make.a(T, D), make.v(D, around=1)
+    pairs = T * U
+
+    def chain():
+        x, scale, pos = (
+            ops.array(shape, kind) for shape, kind in (((T, D), "A"), ((D,), "f32"), ((T,), "i32"))
+        )
+        for buffer, values in ((x, start), (scale, norm), (pos, np.arange(T, dtype=np.int32))):
+            ops.upload(buffer, values)
+        u, h = ops.array((T, D), "A"), ops.array((T, U, F), "A")
+        expert, share, first, order, touched = (
+            ops.array(shape, kind)
+            for shape, kind in (
+                ((T, U), "i32"),
+                ((T, U), "f32"),
+                ((E + 1,), "i32"),
+                ((pairs,), "i32"),
+                ((1,), "i32"),
+            )
+        )
+        work = ops.array((ops.backend.work_size(pairs, D, 2 * F),), "f32")
+        for _ in range(2):
+            ops.route(x, scale, 1e-5, router, None, 1, pos, touched, work, u, expert, share, first, order)
+            ops.experts_up(u, up, None, expert, first, order, 0, 0.0, 0.0, work, h)
+            ops.experts_down(h, down, None, expert, share, first, order, None, 0, x, None, work)
+        assert {ops.backend.variants[row] for row in ("route", "experts_up", "experts_down")} == {"fast"}
+        return [ops.download(buffer) for buffer in (x, u, h, expert, share, first, order, touched)]
+
+    want = chain()
+    assert not np.isnan(real(want[0])).any()
+    monkeypatch.setattr(ops.backend, "dependent", True)
+    for got, wanted in zip(chain(), want, strict=True):
+        assert_same_bits(got, wanted, "dependent")
+
+
+# ---- what is compiled ---------------------------------------------------------------------------------
+
+GPT_OSS = {"experts_up": (2880, "mxfp4", 128, CLAMPED), "experts_down": (2880, "mxfp4", 128, 0)}
+TRUE = {  # K, type, experts and activation of models.md 3 to 5
+    "coder": {"experts_up": (2048, "bf16", 128, SILU), "experts_down": (768, "bf16", 128, 0)},
+    "gpt-oss-120b": GPT_OSS,
+    "gpt-oss-20b": {row: (cols, kind, 32, act) for row, (cols, kind, _, act) in GPT_OSS.items()},
+    "gpt-oss-bf16": {row: (cols, "bf16", 128, act) for row, (cols, _, _, act) in GPT_OSS.items()},
+    "gemma-4-26b": {"experts_up": (2816, "bf16", 128, GELU_TANH), "experts_down": (704, "bf16", 128, 0)},
+}
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", compiler.ARCHES.values())
+@pytest.mark.parametrize("model", TRUE)
+def test_true_shapes_keep_to_registers_and_stream(model, arch, tmp_path):
+    cubins = []
+    for row, (cols, kind, count, act) in TRUE[model].items():
+        cut = experts.choose(cols, kind, row)
+        for rows in (8, 16, 32):
+            defines = experts.defines_of(cut, kind, experts.frame(cut, cols, kind, count, rows), act)
+            cubin, log = compiler.compile_cubin(
+                f"{row}_fast.cu", arch, {name: str(value) for name, value in defines.items()}
+            )
+            for name, used in compiler.resources(log).items():
+                assert (used.stack, used.spill_stores, used.spill_loads) == (0, 0, 0), f"{name}: {defines}"
+            cubins.append((f"{row}_fast", cubin))
+    wanted = [
+        "LDG.E 128 NA LTC256B CONSTANT",
+        "HMMA.16816.F32.BF16",
+        "LDS 128",
+        "SYNCS",
+        "LDGSTS",
+        "ACQBULK",
+        "PREEXIT",
+    ]
+    found = disassemble_all([cubin for _, cubin in cubins], tmp_path)
+    for (name, _), kernels in zip(cubins, found, strict=True):
+        assert_instructions(kernels[name], wanted)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", compiler.ARCHES.values())
+@pytest.mark.parametrize("kept", [4, 6])
+@pytest.mark.parametrize("token_tiles", [1, 2])
+def test_route_keeps_to_registers(token_tiles, kept, arch):
+    defines = {"TOKEN_TILES": str(token_tiles), "STREAM_WARPS": "16", "KEPT_CHUNKS": str(kept)}
+    used = compiler.resources(compiler.compile_cubin("route_fast.cu", arch, defines)[1])["route_fast"]
+    assert (used.stack, used.spill_stores, used.spill_loads) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 9, 16, 17, 32, 33, 2048])
+@pytest.mark.parametrize("model", TRUE)
+def test_a_frame_fits_the_card_and_a_group_of_32_is_one_run(model, rows):
+    for row, (cols, kind, count, act) in TRUE[model].items():
+        assert act in (SILU, CLAMPED, GELU_TANH)
+        cut = experts.choose(cols, kind, row)
+        assert cut.warps * cut.units >= -(-cols // experts.UNIT[kind][0])
+        shape = experts.frame(cut, cols, kind, count, rows)
+        assert 8 * shape.token_tiles >= min(rows, 32)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+@on_gpu_backends
+@BOTH
+def test_bits_do_not_depend_on_what_other_rows_hold(ops, rng, name, make, terms, what):
+    case, sizes = make(ops, rng, 20, 4, 2, 104, 88, "bf16")
+    whole = fast_run(ops, name, case, **sizes)[what]
+    spoiled = dict(case)
+    for spec in ("u", "h", "x"):
+        if spec in case:
+            spoiled[spec] = case[spec].copy()
+            spoiled[spec][3:9] = stored(np.nan, "bf16")
+    good = [*range(3), *range(9, 20)]
+    assert_same_bits(fast_run(ops, name, spoiled, **sizes)[what][good], whole[good], "NaN beside")
