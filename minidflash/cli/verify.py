@@ -115,7 +115,7 @@ def _real(array):
 def arguments(ops, row):
     """Argument name -> value for a row: the same numbers on every backend, addresses that are in range."""
     from minidflash.kernels.ops import expected
-    from minidflash.kernels.table import role_of
+    from minidflash.kernels.table import PLAIN_ONLY, role_of
 
     rng = np.random.default_rng(sum(map(ord, row.name)))
     sizes = dict(SIZES)
@@ -125,6 +125,9 @@ def arguments(ops, row):
     for arg in row.args:
         if arg.type != "W" and arg.dims is None:
             given[arg.name] = special[arg.name]
+            continue
+        if arg.name in PLAIN_ONLY.get(row.name, ()):
+            given[arg.name] = None
             continue
         shape = tuple(expected(dim, sizes) for dim in arg.dims)
         if arg.type == "W":
