@@ -120,7 +120,7 @@ def arguments(ops, row):
     rng = np.random.default_rng(sum(map(ord, row.name)))
     sizes = dict(SIZES)
     sizes["Z"] = ops.backend.work_size(sizes["T"], 256, 256)
-    special = _special(sizes) | ({"limit": 2.0} if row.name == "experts_up" else {})
+    special = _special(sizes) | {"experts_up": {"limit": 2.0}, "gate_up": {"act": 0}}.get(row.name, {})
     given = {}
     for arg in row.args:
         if arg.type != "W" and arg.dims is None:
