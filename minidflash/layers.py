@@ -43,8 +43,10 @@ def attention(ops, stack, layer, w, tables, rows, cache, work):
 
 def mlp(ops, stack, layer, w, rows, work, taps, tap_at):
     """x += Wdown (silu(Wgate n(x)) * Wup n(x)), and to the taps."""
+    from minidflash.kernels.table import SILU
+
     h = wide(rows.h, layer.ffn_width)
-    ops.gate_up(rows.x, w["mlp_norm"], stack.eps, w["gate_up"], work, h)
+    ops.gate_up(rows.x, w["mlp_norm"], stack.eps, SILU, w["gate_up"], work, h)
     tap_row = rows.tap_row if taps is not None else None
     ops.linear_add(h, w["down"], None, None, stack.eps, None, tap_row, tap_at, rows.x, taps, work)
 
