@@ -211,11 +211,8 @@ class Copy:
 
     def launch(self):
         driver, device = self.device.driver, self.device
-        device.do(
-            driver.cuMemcpyDtoDAsync(
-                self.to.data.ptr, self.source.data.ptr, self.nbytes, device.driver_stream
-            )
-        )
+        to, source = self.to.data.ptr, self.source.data.ptr
+        device.do(driver.cuMemcpyDtoDAsync(to, source, self.nbytes, device.driver_stream))
 
 
 def copy_gb_s(ops):
@@ -276,9 +273,8 @@ def candidates(cols, kind, row):
     width, size, registers = experts.UNIT[kind]
     units, own = -(-cols // width), experts.choose(cols, kind, row)
     found = [own]
-    for warps, ahead, finishers, asked in product(
-        (8, 9, 10, 11, 12, 15, 16), (1, 2, 3, 4), (4, 2), (0, 2, 4)
-    ):
+    every = 8, 9, 10, 11, 12, 15, 16
+    for warps, ahead, finishers, asked in product(every, (1, 2, 3, 4), (4, 2), (0, 2, 4)):
         each = -(-units // warps)
         flight, is_even = warps * each * ahead * size, units / (each * warps) > 0.9
         if not is_even or each * ahead * registers > 72 or not 30e3 < flight < 110e3:
@@ -395,9 +391,8 @@ def main():
                 print(f"{name}: strips of a prompt, us of up and down: {strips}", flush=True)
         del layers
     where = re.sub(r"\W+", "-", card).strip("-").lower()
-    out = record.write(
-        f"experts-{where}", {"results": results, "cuts_us": rankings}, card=card, copy_gb_s=copy
-    )
+    found = {"results": results, "cuts_us": rankings}
+    out = record.write(f"experts-{where}", found, card=card, copy_gb_s=copy)
     print(f"{out}, {time.perf_counter() - begin:.0f} s")
 
 

@@ -11,8 +11,8 @@ def steps(results, card):
     yield from begin("Targets with experts, random weights of true shape", found)
     yield from prose(
         f"Copy {found['copy_tb_per_s']:.2f} TB/s in the same run. GB are what was read: dense weights, the "
-        "experts that had rows (counted on the device), keys, head, drafter. A round pays from its tau on: its "
-        "time over a plain step's."
+        "experts that had rows (counted on the device), keys, head, drafter. A round pays from its tau on: "
+        "its time over a plain step's."
     )
     heads = "routing", "step", "experts a layer", "GB", "ms", "of its floor", "pays from tau"
     for name, one in found.items():

@@ -1,10 +1,12 @@
 /* experts_down_fast: x[t] += sum over k of share[t, k] * (W h[t, k] + bias) of its expert, in router order,
  *         rounded once; the new row also goes among the taps.
  * Grid:   experts.cuh. Each pair's products go to the workspace, [tile][pair][16] f32; the last run that
- * comes to a tile adds up its rows, or, of many rows, experts_sum does: any number of blocks of 4 warps.
+ *         comes to a tile adds up its rows, or, of many rows, experts_sum does: any number of blocks of 4
+ *         warps.
  * Moves:  D*F numbers of each expert that has pairs, and 4*pairs*D bytes twice; bound by HBM, the latter in
- * L2. Bits:   a row adds up its own pairs, so who adds does not matter. Truth:  oracle_moe.py experts_down.
- */
+ *         L2.
+ * Bits:   a row adds up its own pairs, so who adds does not matter.
+ * Truth:  oracle_moe.py experts_down. */
 #include "experts.cuh"
 
 /* What sums meet. */

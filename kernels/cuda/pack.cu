@@ -4,7 +4,8 @@
  *         so that a thread holds both.
  * Grid:   a thread for 8 k of one row pair: tiles * ceil(K/32) * 32 threads, 256 a block; in y matrices, as
  *         experts have them.
- * Moves:  N*K*4 bytes, once at load. */
+ * Moves:  N*K*4 bytes, once at load.
+ * Truth:  the other of the two: packed and unpacked a matrix is itself. */
 #include "common.cuh"
 
 /* k 0..7 of a row as 4 words; zeros where there is none. */

@@ -1,7 +1,9 @@
 /* pack_mxfp4: rows of a checkpoint's MXFP4 blocks and scales into the order of mxfp4.cuh. Tiles as in
- * pack.cu: rows 0..7 begin at row 0, rows 8..15 at row `bottom` of a matrix of `each` rows. Grid:   a thread
- * for the 16 numbers of a lane in a unit: tiles * ceil(K/64) * 32 threads, 256 a block; in y matrices. K is a
- * multiple of 32. Moves:  N*K*4.25/8 bytes in and out, once at load. */
+ *         pack.cu: rows 0..7 begin at row 0, rows 8..15 at row `bottom` of a matrix of `each` rows.
+ * Grid:   a thread for the 16 numbers of a lane in a unit: tiles * ceil(K/64) * 32 threads, 256 a block; in
+ *         y matrices. K is a multiple of 32.
+ * Moves:  N*K*4.25/8 bytes in and out, once at load.
+ * Truth:  oracle_moe.py mxfp4; packed, the products of experts. */
 #include "mxfp4.cuh"
 
 extern "C" __global__ void pack_mxfp4(const u8* blocks, const u8* scales, u8* packed, int top_rows,

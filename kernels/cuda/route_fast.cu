@@ -1,9 +1,11 @@
 /* route_fast: u = n(x) * norm, rounded once; of W u + bias each row's experts and shares; the groups.
  * Grid:   a cluster for `each` rows, a block of it for every so-manyth row tile of W. All blocks norm the
- * rows; logits meet in the first block's shared memory, which chooses and, where there is one cluster, makes
- *         the groups (route.cu's group otherwise). W is asked for before the wait, as much of it as registers
- * hold. Moves:  E*D*2 bytes; bound by latency. Bits:   a logit's sum runs over a warp's chunks, then warps,
- * each ascending. Truth:  oracle_moe.py route. */
+ *         rows; logits meet in the first block's shared memory, which chooses and, where there is one
+ *         cluster, makes the groups (route.cu's group otherwise). W is asked for before the wait, as much of
+ *         it as registers hold.
+ * Moves:  E*D*2 bytes; bound by latency.
+ * Bits:   a logit's sum runs over a warp's chunks, then warps, each ascending.
+ * Truth:  oracle_moe.py route. */
 #include "choose.cuh"
 #include "skinny_tokens.cuh"
 
