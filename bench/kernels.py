@@ -83,10 +83,12 @@ def calls(bench, model, rows):
         fast.inject(bench, features, wi[i % len(wi)], None, layer_norms, eps, *turn, *caches, work)
 
     def o(i):
-        fast.linear_add(bench, q.view(rows, -1), wo[i % len(wo)], None, None, 0, x, None, work)
+        fast.linear_add(
+            bench, q.view(rows, -1), wo[i % len(wo)], None, None, eps, None, None, 0, x, None, work
+        )
 
     def down(i):
-        fast.linear_add(bench, h, wd[i % len(wd)], None, None, 0, x, None, work)
+        fast.linear_add(bench, h, wd[i % len(wd)], None, None, eps, None, None, 0, x, None, work)
 
     ways = {
         "qkv": qkv, "o": o, "down": down, "inject": inject,

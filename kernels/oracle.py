@@ -146,10 +146,12 @@ def linear(a, w, bias, work):
     return np.stack([product(real(row), matrix(w), bias) for row in a])
 
 
-def linear_add(a, w, bias, tap_row, tap_at, x, taps, work):
-    """x += a W^T + bias; the new row also goes to taps[tap_row, tap_at:tap_at+D] when there are taps."""
+def linear_add(a, w, bias, norm, eps, scale, tap_row, tap_at, x, taps, work):
+    """x = scale * (x + n(a W^T + bias) * norm), without what is None; the new row also goes to
+    taps[tap_row, tap_at:tap_at+D] when there are taps."""
     for t in range(len(a)):
-        store(real(x[t]) + product(real(a[t]), matrix(w), bias), x[t])
+        y = real(x[t]) + normed(product(real(a[t]), matrix(w), bias), norm, eps)
+        store(y if scale is None else scale[0] * y, x[t])
         if taps is not None and tap_row[t] >= 0:
             taps[tap_row[t], tap_at : tap_at + x.shape[1]] = x[t]
 

@@ -29,8 +29,8 @@ TABLE = {
     "attend": "q:A[T,H,K] cache_k:A[N,G,S,K] cache_v:A[N,G,S,K] slot:i32[T] pos:i32[T] begin:i32[T] "
     "end:i32[T] window:i32 causal:i32 scale:f32 sinks:f32[H]? &work:f32[Z] -> o:A[T,H,K]",
     "linear": "a:A[T,F] w:W[D,F] bias:f32[D]? &work:f32[Z] -> y:A[T,D]",
-    "linear_add": "a:A[T,F] w:W[D,F] bias:f32[D]? tap_row:i32[T]? tap_at:i32 "
-    "&x:A[T,D] &taps:A[R,C]? &work:f32[Z]",
+    "linear_add": "a:A[T,F] w:W[D,F] bias:f32[D]? norm:f32[D]? eps:f32 scale:f32[1]? tap_row:i32[T]? "
+    "tap_at:i32 &x:A[T,D] &taps:A[R,C]? &work:f32[Z]",
     "gate_up": "x:A[T,D] norm:f32[D]? eps:f32 w:W[2*F,D] &work:f32[Z] -> h:A[T,F]",
     "route": "x:A[T,D] norm:f32[D] eps:f32 w:W[E,D] bias:f32[E]? normalise:i32 pos:i32[T] &touched:i32[1] "
     "&work:f32[Z] -> u:A[T,D] expert:i32[T,U] share:f32[T,U] first:i32[E+1] order:i32[T*U]",
@@ -112,6 +112,8 @@ ROLES = {
     ("experts_down", "w"): EXPERTS,
 }  # fmt: skip
 SILU, CLAMPED, GELU_TANH = range(3)  # act of experts_up
+# Optional arguments with which only a row's plain variant runs: benches and `verify` leave them out.
+PLAIN_ONLY = {"linear_add": ("norm", "scale")}
 
 
 def role_of(row, weight):

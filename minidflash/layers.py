@@ -26,7 +26,19 @@ def attention(ops, stack, layer, w, tables, rows, cache, work):
         q, cache.k, cache.v, rows.slot, rows.pos, begin, rows.end, layer.window, int(layer.causal),
         layer.scale, w.get("sinks"), work, o,
     )  # fmt: skip
-    ops.linear_add(wide(rows.o, layer.q_rows), w["o"], w.get("o_bias"), None, 0, rows.x, None, work)
+    ops.linear_add(
+        wide(rows.o, layer.q_rows),
+        w["o"],
+        w.get("o_bias"),
+        None,
+        stack.eps,
+        None,
+        None,
+        0,
+        rows.x,
+        None,
+        work,
+    )
 
 
 def mlp(ops, stack, layer, w, rows, work, taps, tap_at):
@@ -34,7 +46,7 @@ def mlp(ops, stack, layer, w, rows, work, taps, tap_at):
     h = wide(rows.h, layer.ffn_width)
     ops.gate_up(rows.x, w["mlp_norm"], stack.eps, w["gate_up"], work, h)
     tap_row = rows.tap_row if taps is not None else None
-    ops.linear_add(h, w["down"], None, tap_row, tap_at, rows.x, taps, work)
+    ops.linear_add(h, w["down"], None, None, stack.eps, None, tap_row, tap_at, rows.x, taps, work)
 
 
 def experts(ops, stack, layer, w, rows, work, taps, tap_at):

@@ -133,7 +133,8 @@ def test_a_ladder_names_what_is_launched(name):
     assert launched(name, "f32") == ("plain", kernels["plain"])
     assert ("fast" in found) == (name in fast.FAST) and ("prefill" in found) == (name in prefill.PREFILL)
     if "fast" in found:
-        assert launched(name, "bf16") == ("fast", kernels["fast"])
+        variant, seen = launched(name, "bf16")
+        assert variant == "fast" and seen and seen <= kernels["fast"]
     if "prefill" in found:
         for frame in ("mma", "wgmma"):
             variant, seen = launched(name, "bf16", True, frame)

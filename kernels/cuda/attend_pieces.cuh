@@ -31,12 +31,11 @@ constexpr int UNITS = HEAD / 8;      // 16-byte units of a head
 constexpr int HALVES = HEAD / 64;    // a tile has 64 numbers of every row, then the next 64
 constexpr int LEAF_BYTES = LEAF * HEAD * 2;
 constexpr int K_AT = ROWS * HEAD * 2, V_AT = K_AT + LEAF_BYTES, ROWS_AT = V_AT + LEAF_BYTES,
-              TILE_ROWS_AT = ROWS_AT + GROUP * 24, SET_AT = TILE_ROWS_AT + ROWS * 4,
-              SET_BYTES = 64;  // of shared memory
-constexpr int SINKS_AT = SET_AT + SET_BYTES;
-constexpr int COUNTERS = 4096;    // u32 at the front of work
-constexpr int WHOLE = 1 << 20;    // leaves of a unit that is never cut
-constexpr float NO_KEY = -3e38f;  // the largest score of no key at all; finite: differences are
+              TILE_ROWS_AT = ROWS_AT + GROUP * 24, SET_AT = TILE_ROWS_AT + ROWS * 4, SET_BYTES = 64,
+              SINKS_AT = SET_AT + SET_BYTES;  // of shared memory
+constexpr int COUNTERS = 4096;                // u32 at the front of work
+constexpr int WHOLE = 1 << 20;                // leaves of a unit that is never cut
+constexpr float NO_KEY = -3e38f;              // the largest score of no key at all; finite: differences are
 constexpr float LOG2_E = 1.4426950408889634f;
 
 extern __shared__ __align__(1024) char shared[];  // q, a leaf of K, a leaf of V, plans
@@ -46,8 +45,7 @@ struct Rows {
     int count, group, window, causal, splits;
 };
 
-/* A row of the group: its keys [first, last), where they lie, how they are cut: unit: leaves of one; base:
- * the first one's number; pieces: how many. */
+/* A row of the group: its keys [first, last), in `pieces` units of `unit` leaves from number base on. */
 struct Row {
     int slot, first, last, unit, base, pieces;
 };
@@ -75,8 +73,7 @@ __device__ __forceinline__ size_t head_at(int H, const Place& place, int tile_ro
     return ((size_t)(place.from + of.at) * H + place.g * place.ratio + of.head) * HEAD;
 }
 
-/* Rows of a group that share a slot, the size of a unit and the first one; what this block has of them.
- * In shared memory, for registers are short: a warp makes it, all read it. */
+/* Rows of a group that share slot, size of a unit and first one; what this block has. A warp makes it. */
 struct Set {
     u32 left, members;            // rows without a set yet; rows of this one
     int only;                     // the row that this pass is for, -1: all
@@ -165,9 +162,9 @@ struct Set {
     }
 };
 
-/* Where 16-byte unit `unit` of a row lies in a tile of Rows rows. The exclusive or spreads a column of eight
- * rows over all banks; wgmma.cuh has the same order. Where `unit` is below 2, any even number below 8 more is
- * an exclusive or too. */
+/* Where a 16-byte unit of a row lies in a tile of Rows rows. The exclusive or spreads a column of 8 rows over
+ * all banks, as in wgmma.cuh. Where `unit` is below 2, any even number below 8 more is an exclusive or too.
+ */
 template <int Rows>
 __device__ __forceinline__ int unit_at(int at, int row, int unit) {
     return at + unit / 8 * (Rows * 128) + row * 128 + ((unit % 8 ^ (row & 7)) << 4);
@@ -292,8 +289,7 @@ __device__ __forceinline__ void soften(float (&s)[KEY_TILES][4], Sums& o, float 
 }
 
 /* o += p v: the leaf's keys in order. Two tiles of p are an A operand as they are; two bf16 terms keep 16
- * bits of a probability. With WGMMA it is under way: the terms, which it reads meanwhile, take the place of
- * p. */
+ * bits of a probability. With WGMMA it is under way: the terms, which it reads meanwhile, take p's place. */
 __device__ __forceinline__ void values(Sums& o, const float (&p)[KEY_TILES][4],
                                        uint4 (&terms)[KEY_TILES / 2][2]) {
 #pragma unroll

@@ -169,8 +169,8 @@ def linear(backend, a, w, bias, work, y):
     return launch(backend, "linear_fast.cu", "linear_fast", tiles, cut, w.cols, len(a), args)
 
 
-def linear_add(backend, a, w, bias, tap_row, tap_at, x, taps, work):
-    if w.layout != "packed":
+def linear_add(backend, a, w, bias, norm, eps, scale, tap_row, tap_at, x, taps, work):
+    if w.layout != "packed" or norm is not None or scale is not None:
         return None
     cut, tiles = split.choose(w.rows, w.cols, backend.sms), tiles_of(w.rows)
     tap_cols = 0 if taps is None else taps.shape[1]

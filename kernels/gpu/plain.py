@@ -92,9 +92,15 @@ def linear(backend, a, w, bias, work, y):
     _linear(backend, w, a, backend.activations, y, w.rows, bias, backend.activations)
 
 
-def linear_add(backend, a, w, bias, tap_row, tap_at, x, taps, work):
+def linear_add(backend, a, w, bias, norm, eps, scale, tap_row, tap_at, x, taps, work):
     rows, width = x.shape
     columns = 0 if taps is None else taps.shape[1]
+    if norm is not None or scale is not None:
+        y = work[COUNTERS:]
+        _linear(backend, w, a, backend.activations, y, width, bias)
+        args = [y, norm, eps, scale, tap_row, tap_at, x, taps, width, columns]
+        backend.launch("linear_add.cu", "end_layer", rows, THREADS, 0, args, _types(backend))
+        return
     args = [a, w.data, bias, tap_row, tap_at, x, taps, rows, width, a.shape[1], columns]
     blocks = _blocks(backend, width)
     backend.launch("linear_add.cu", "linear_add", blocks, THREADS, 0, args, _types(backend, w))

@@ -170,8 +170,8 @@ def linear(backend, a, w, bias, work, y):
     return True
 
 
-def linear_add(backend, a, w, bias, tap_row, tap_at, x, taps, work, tile=None):
-    if not fits(w):
+def linear_add(backend, a, w, bias, norm, eps, scale, tap_row, tap_at, x, taps, work, tile=None):
+    if not fits(w) or norm is not None or scale is not None:
         return None
     columns = 0 if taps is None else taps.shape[1]
     laid, _, _ = tokens(backend, a, None, 0.0, work)

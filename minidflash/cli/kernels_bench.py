@@ -106,7 +106,7 @@ def arguments(ops, row, shape, rows, context, like=None, experts="bf16"):
     """
     from minidflash.kernels.ops import expected
     from minidflash.kernels.oracle_moe import group
-    from minidflash.kernels.table import CLAMPED, SILU, role_of
+    from minidflash.kernels.table import CLAMPED, PLAIN_ONLY, SILU, role_of
 
     rng = np.random.default_rng(1)
     sizes = shape | {"T": rows, "N": 1, "M": rows, "S": context + max(rows, BLOCK), "R": BLOCK,
@@ -149,7 +149,9 @@ def arguments(ops, row, shape, rows, context, like=None, experts="bf16"):
             found.append(like[i])
         elif arg.dims is None:
             found.append(values[arg.name])
-        elif arg.optional and arg.name.endswith(("bias", "sinks", "logprob")):
+        elif arg.optional and (
+            arg.name.endswith(("bias", "sinks", "logprob")) or arg.name in PLAIN_ONLY.get(row.name, ())
+        ):
             found.append(None)
         else:
             found.append(_buffer(ops, arg, tuple(expected(dim, sizes) for dim in arg.dims), values, rng))

@@ -166,7 +166,7 @@ def arguments(ops, row, sizes=SIZES, is_bare=False):
     bf16, it loses nothing, so ids that depend on close logits are the oracle's.
     """
     from minidflash.kernels.ops import expected
-    from minidflash.kernels.table import role_of
+    from minidflash.kernels.table import PLAIN_ONLY, role_of
 
     rng = np.random.default_rng(sum(map(ord, row.name)))
     widest = max(256, sizes["C"], sizes["F"], sizes["H"] * sizes["K"])
@@ -180,6 +180,9 @@ def arguments(ops, row, sizes=SIZES, is_bare=False):
             continue
         if arg.type != "W" and arg.dims is None:
             given[arg.name] = special[arg.name]
+            continue
+        if arg.name in PLAIN_ONLY.get(row.name, ()):
+            given[arg.name] = None
             continue
         shape = tuple(expected(dim, sizes) for dim in arg.dims)
         if arg.type == "W":

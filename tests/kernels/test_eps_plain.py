@@ -8,11 +8,12 @@ import pytest
 
 from tests.cases import check, slip
 from tests.conftest import parameters
-from tests.kernels import test_fuse, test_gate_up, test_head_logits, test_inject, test_qkv
+from tests.kernels import test_fuse, test_gate_up, test_head_logits, test_inject, test_linear_add, test_qkv
 
 EPS = 30.0  # what it divides is of size 1
 MAKE = {  # row -> (its tests, shape and more of `make`, sizes of outputs, what holds the rows)
     "qkv": (test_qkv, [(5, 96, 5, 1, 24, 12), "bf16", True, True], {"H": 5}, "x"),
+    "linear_add": (test_linear_add, [5, 123, 77, "bf16", True, None, True, True], {}, "a"),
     "gate_up": (test_gate_up, [5, 96, 40, "bf16"], {"F": 40}, "x"),
     "head_logits": (test_head_logits, [5, 96, 77, "bf16"], {}, "x"),
     "fuse": (test_fuse, [5, 77, 160, "bf16"], {"D": 77}, "taps"),

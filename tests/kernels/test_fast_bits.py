@@ -27,8 +27,7 @@ from tests.kernels import (
 )
 from tests.kernels.test_compile import needs_nvrtc
 
-# Forms of rows that have a fast variant.
-FORMS = test_rows.FORMS
+FORMS = test_rows.FAST_FORMS
 CUTS = [
     split.Split(1, 2, 8), split.Split(3, 2, 8, 4, 1), split.Split(2, 1, 16, 1, 4), split.Split(4, 2, 4, 2, 2),
     split.Split(2, 2, 3, 3, 1), split.Split(1, 1, 8, 2, 2, 4), split.Split(2, 1, 4, 4, 1, 2, True),
@@ -179,9 +178,13 @@ def test_dependent_launches_read_nothing_too_early(ops, rng, cut, monkeypatch):
         )
         for _ in range(2):
             ops.qkv(b["x"], b["norm"], 1e-6, w["q"], w["kv"], None, None, None, None, *where)
-            ops.linear_add(b["q"].reshape(T, -1), w["o"], None, None, 0, b["x"], None, b["work"])
+            ops.linear_add(
+                b["q"].reshape(T, -1), w["o"], None, None, 0.0, None, None, 0, b["x"], None, b["work"]
+            )
             ops.gate_up(b["x"], b["norm"], 1e-6, w["gate_up"], b["work"], b["h"])
-            ops.linear_add(b["h"], w["down"], None, b["pos"], 0, b["x"], b["taps"], b["work"])
+            ops.linear_add(
+                b["h"], w["down"], None, None, 0.0, None, b["pos"], 0, b["x"], b["taps"], b["work"]
+            )
             ops.linear(b["h"], w["down"], None, b["work"], b["y"])
             ops.head(b["x"], b["pos"], b["norm"], 1e-6, w["head"], V, b["ids"], b["work"])
         return {name: ops.download(value) for name, value in b.items() if name != "work"}

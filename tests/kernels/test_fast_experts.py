@@ -3,7 +3,12 @@
 The tests of experts_up and experts_down run the fast kernels too, wherever activations are bf16.
 """
 
+import json
+import os
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -361,3 +366,18 @@ def test_bits_do_not_depend_on_what_other_rows_hold(ops, rng, name, make, terms,
             spoiled[spec][3:9] = stored(np.nan, "bf16")
     good = [*range(3), *range(9, 20)]
     assert_same_bits(fast_run(ops, name, spoiled, **sizes)[what][good], whole[good], "NaN beside")
+
+
+@pytest.mark.parametrize("ops", parameters(["emulate"], ["bf16"]), indirect=True)
+def test_the_bench_runs(ops, tmp_path):
+    bench = Path(__file__).parents[2] / "bench" / "experts.py"
+    command = [sys.executable, bench, "--backend", "emulate", "--models", "toy,toy-mxfp4", "--rows", "2",
+               "--routing", "random", "--replays", "1"]  # fmt: skip
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True,
+        env=os.environ | {"OUT": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "experts-emulate.json").read_text())["results"]
+    assert [found["model"] for found in results] == ["toy", "toy-mxfp4"]
+    assert all(found["touched"] > 0 and found["layer_us"] > 0 for found in results)

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from minidflash.kernels.gpu import fast
 
-from tests.cases import JUNK, Make, Matrix, dot_terms, normed, slip, stored, truth
+from tests.cases import JUNK, Make, Matrix, check, dot_terms, normed, slip, stored, truth
 from tests.compare import assert_same_bits, real
-from tests.fast_rows import C_NORMED, C, fast_check, fast_run, on_gpu_backends
+from tests.fast_rows import C_NORMED, C, Fast, fast_check, fast_run, on_gpu_backends
 from tests.kernels import (
     test_embed,
     test_fuse,
@@ -68,6 +68,14 @@ def test_linear_add_matches_oracle(ops, rng, T, D, F, bias, tap_at):
             if row >= 0:
                 want[row, tap_at : tap_at + D] = got["x"][t]
         assert_same_bits(got["taps"], want, "taps")
+
+
+@on_gpu_backends
+@pytest.mark.parametrize("norm, scale", [(True, False), (False, True)])
+def test_a_norm_or_a_scale_at_a_layers_end_is_left_to_the_plain_kernels(ops, rng, norm, scale):
+    case = test_linear_add.make(ops, rng, 5, 48, 77, "bf16", True, 3, norm, scale)
+    check(Fast(ops, "linear_add"), "linear_add", case, test_linear_add.terms_of(case), C)
+    assert ops.backend.variants["linear_add"] == "plain"
 
 
 @on_gpu_backends

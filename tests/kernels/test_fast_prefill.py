@@ -129,6 +129,13 @@ def test_inject_matches_oracle(ops, frame, rng, shape):
 
 
 @on_gpu_backends
+@pytest.mark.parametrize("norm, scale", [(True, False), (False, True)])
+def test_a_norm_or_a_scale_at_a_layers_end_is_left_to_the_plain_kernels(ops, frame, rng, norm, scale):
+    case = test_linear_add.make(ops, rng, 5, 16, 80, "bf16", True, 3, norm, scale)
+    prompt_check(ops, "linear_add", case, test_linear_add.terms_of(case), C, "plain")
+
+
+@on_gpu_backends
 def test_odd_columns_are_left_to_the_other_kernels(ops, frame, rng):
     case = test_linear_add.make(ops, rng, 5, 16, 77, "bf16", False, None)
     prompt_check(ops, "linear_add", case, test_linear_add.terms_of(case), C, "fast")
@@ -136,7 +143,7 @@ def test_odd_columns_are_left_to_the_other_kernels(ops, frame, rng):
 
 @on_gpu_backends
 @pytest.mark.parametrize(
-    "form", ["linear", "linear_add", "gate_up", "qkv", "fuse", "inject", *test_rows.FORMS]
+    "form", ["linear", "linear_add", "gate_up", "qkv", "fuse", "inject", *test_rows.FAST_FORMS]
 )
 def test_a_row_alone_has_the_bits_of_a_chunk(ops, frame, rng, form, monkeypatch):
     """Rows of a chunk of 64, in chunks of 1 and 17, under every tile."""
@@ -165,7 +172,7 @@ def wide(make):
         for what in ("w", "wq", "wkv"):
             if what in case:
                 case[what] = type(case[what])(np.ascontiguousarray(case[what].array[:, :cols]))
-        if "norm" in case and name != "fuse":
+        if case.get("norm") is not None and name != "fuse":
             case["norm"] = case["norm"][:cols]
         return case, sizes
 

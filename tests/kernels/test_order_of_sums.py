@@ -36,7 +36,7 @@ def cancelling(name, rng):
             w[:, :third] = HUGE * (1 + np.abs(w[:, :third]))
             w[:, -third:] = -w[:, :third]
             case[what] = Matrix(stored(w, "bf16"))
-    if "norm" in case and name != "fuse":
+    if case.get("norm") is not None and name != "fuse":
         case["norm"] = np.ones(COLS, np.float32)  # what cancels stays so
     return case, sizes
 

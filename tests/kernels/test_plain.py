@@ -10,7 +10,7 @@ from tests.cases import Make, run
 from tests.compare import assert_same_bits
 from tests.conftest import parameters
 from tests.kernels.test_compile import needs_nvrtc
-from tests.kernels.test_rows import make
+from tests.kernels.test_rows import make_form
 
 
 class Forced(Ops):
@@ -28,12 +28,13 @@ class Forced(Ops):
 
 @pytest.mark.parametrize("ops", parameters(["emulate", "cuda"], ["bf16"]), indirect=True)
 @pytest.mark.parametrize(
-    "name, role", [("embed", "table"), ("qkv", "matrix"), ("linear", "matrix"), ("linear_add", "matrix"),
+    "form, role", [("embed", "table"), ("qkv", "matrix"), ("linear", "matrix"), ("linear_add", "matrix"),
+                   ("linear_add normed", "matrix"), ("qkv bare", "matrix"), ("gate_up bare", "pairs"),
                    ("gate_up", "pairs"), ("head", "matrix"), ("head_logits", "matrix"), ("fuse", "matrix"),
                    ("inject", "matrix")]
 )  # fmt: skip
-def test_packed_and_plain_weights_give_the_same_bits(ops, rng, name, role):
-    case, sizes = make(name, rng, "bf16", "bf16")
+def test_packed_and_plain_weights_give_the_same_bits(ops, rng, form, role):
+    name, case, sizes = make_form(form, rng, "bf16", "bf16")
     weight = ops.weight([Make(rng).w(48, 77)], role) if fast.FAST else None
     assert weight is None or weight.layout != "plain", "the role packs"
     plain_bits = run(Forced(ops, ""), name, case, **sizes)

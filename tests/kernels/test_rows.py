@@ -45,9 +45,10 @@ def make(name, rng, activations, weights):
     if name == "linear":
         return {"a": make.a(T, F), "w": make.w(D, F), "bias": make.v(D)}, {}
     if name == "linear_add":
+        no_end = {"norm": None, "eps": EPS, "scale": None}
         taps = {"tap_row": np.arange(T, dtype=np.int32), "tap_at": 3}
         rest = {"x": make.a(T, D), "taps": np.zeros((T, D + 7), kinds["A"])}
-        return {"a": make.a(T, F), "w": make.w(D, F), "bias": make.v(D), **taps, **rest}, {}
+        return {"a": make.a(T, F), "w": make.w(D, F), "bias": make.v(D), **no_end, **taps, **rest}, {}
     if name == "gate_up":
         return {"x": make.a(T, D), **norm, "w": make.w(2 * F, D)}, {"F": F}
     if name == "head":
@@ -94,7 +95,11 @@ ROW_KERNELS = [
 ]
 
 # Other forms of a row: what optional arguments and kinds make of it. "ROW FORM" -> arguments.
-FORMS = {"qkv bare": {"norm": None}, "gate_up bare": {"norm": None}}
+FORMS = {
+    "qkv bare": {"norm": None}, "gate_up bare": {"norm": None},
+    "linear_add normed": {"norm": np.linspace(0.5, 1.5, 77, dtype=np.float32), "scale": np.float32([0.6])},
+}  # fmt: skip
+FAST_FORMS = [form for form in FORMS if form != "linear_add normed"]  # those that fast variants take
 
 
 def make_form(form, rng, activations, weights):

@@ -52,6 +52,7 @@ def call(ops, rng):
     T, F, D = 3, 24, 16
     right = {
         "a": put(ops, make.a(T, F), "A"), "w": ops.weight([make.w(D, F)]), "bias": put(ops, make.v(D), "f32"),
+        "norm": put(ops, make.v(D), "f32"), "eps": 1e-6, "scale": put(ops, make.v(1), "f32"),
         "tap_row": put(ops, np.arange(T, dtype=np.int32), "i32"), "tap_at": 0,
         "x": put(ops, make.a(T, D), "A"),
         "taps": ops.array((T, 2 * D), "A"), "work": ops.array((ops.backend.work_size(T, F, D),), "f32"),
@@ -66,11 +67,11 @@ def call(ops, rng):
 
 def test_right_arguments_pass(call):
     call()
-    call(bias=None, taps=None, tap_row=None)
+    call(bias=None, norm=None, scale=None, taps=None, tap_row=None)
 
 
 def test_wrong_counts_are_refused(ops, call):
-    with pytest.raises(TypeError, match="linear_add takes 8 arguments, 7 given"):
+    with pytest.raises(TypeError, match="linear_add takes 11 arguments, 10 given"):
         ops.linear_add(*list(call.right.values())[:-1])
 
 
