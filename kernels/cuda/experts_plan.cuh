@@ -23,9 +23,8 @@ struct Entry {
 __device__ __forceinline__ int runs_of(int pairs) { return (pairs + MOST_ROWS - 1) / MOST_ROWS; }
 
 struct Plan {
-    Run* list;
     int active, runs;  // experts that have pairs; runs of all of them
-    int listed;        // runs of the list
+    int listed;        // runs of this block's list
 
     /* Entries of the experts that have pairs. */
     __device__ __forceinline__ void open(const int* first, const Shape& shape, Entry* entries) {
@@ -81,17 +80,17 @@ struct Plan {
     }
 
     /* This block's runs. By the same warp. */
-    __device__ __forceinline__ void make_list(const Shape& shape, const Entry* entries, Run* list_) {
+    __device__ __forceinline__ void make_list(const Shape& shape, const Entry* entries, Run* list) {
         const i64 total = (i64)shape.tiles * runs;
         int at = shape.span ? blockIdx.x * shape.span : total * blockIdx.x / gridDim.x, count = 0;
         int end = shape.span ? at + shape.span : total * (blockIdx.x + 1) / gridDim.x;
         while (at < min(end, (int)total)) {
             Run run = find(shape, entries, at);
             run.tiles = min(run.tiles, end - at), at += run.tiles;
-            if (lane_index() == 0) list_[count] = run;
+            if (lane_index() == 0) list[count] = run;
             ++count;
             if (shape.span && at == end) at += (gridDim.x - 1) * shape.span, end = at + shape.span;
         }
-        if (lane_index() == 0) list = list_, listed = count;
+        if (lane_index() == 0) listed = count;
     }
 };

@@ -7,6 +7,9 @@
 #ifndef MXFP4
 #define MXFP4 0
 #endif
+#ifndef LARGE_SCALES
+#define LARGE_SCALES 0  // 1: MXFP4 whose scales may be 4 or more
+#endif
 
 constexpr int UNIT_K = MXFP4 ? 64 : 32, UNIT_CHUNKS = UNIT_K / 32;
 constexpr int UNIT_SIZE = MXFP4 ? UNIT_BYTES : CHUNK_BYTES;
@@ -18,20 +21,54 @@ __device__ __forceinline__ int own_units(int cols) {
     return (units_of(cols) - warp_index() + WARPS - 1) / WARPS;
 }
 
-/* A warp's part of a tile, in registers. `at` of load: of its first unit, for this lane. */
+/* A lane's part of a unit. `from` is where its first 16 bytes are: in memory, or in the copy of the unit. */
+struct Unit {
 #if MXFP4
-struct Units {
-    uint4 words[CHUNKS];
-    u32 scales[CHUNKS];
+    uint4 words[1];
+    u32 scales;
+#else
+    uint4 words[2];
+#endif
 
-    __device__ __forceinline__ void load(int u, const char* at) {
-        const char* unit = at + u * WARPS * UNIT_SIZE;
+    __device__ __forceinline__ void load(const char* from) {
+        words[0] = load_stream(from);
+#if MXFP4
+        scales = load_stream_4(from + scales_at());
+#else
+        words[1] = load_stream(from + UNIT_SIZE / 2);
+#endif
+    }
+
+    __device__ __forceinline__ void read(const unsigned char* from) {
+        words[0] = *(const uint4*)from;
+#if MXFP4
+        scales = *(const u32*)(from + scales_at());
+#else
+        words[1] = *(const uint4*)(from + UNIT_SIZE / 2);
+#endif
+    }
+
+    static __device__ __forceinline__ int scales_at() {
         const int lane = lane_index();
-        words[u] = load_stream(unit);
-        scales[u] = load_stream_4(unit + UNIT_SCALES - 16 * lane + lane / 4 * 4);
+        return UNIT_SCALES - 16 * lane + lane / 4 * 4;
     }
 };
 
+/* A unit to shared memory, by its warp, which of bf16 needs no more: a lane copies what it will read. */
+__device__ __forceinline__ void copy_unit(unsigned char* to, const char* from) {
+    cp_async_16_stream(to, from);
+    if (!MXFP4)
+        cp_async_16_stream(to + UNIT_SIZE / 2, from + UNIT_SIZE / 2);
+    else if (16 * lane_index() < UNIT_SIZE - UNIT_SCALES)
+        cp_async_16_stream(to + UNIT_SCALES, from + UNIT_SCALES);
+}
+
+/* Between lanes that copy and those that read. */
+__device__ __forceinline__ void copies_meet() {
+    if (MXFP4) __syncwarp();
+}
+
+#if MXFP4
 /* A scale of four as a factor of two bf16 that are 2^-126 too small: 2^(s - 1), for s <= 128. */
 template <int Which>
 __device__ __forceinline__ u32 factor(u32 scales) {
@@ -56,15 +93,6 @@ __device__ __forceinline__ u32 power_pair(u32 scales, int which) {
 __device__ __forceinline__ uint4 times(const uint4& a, u32 top, u32 bottom) {
     return make_uint4(mul_bf16(a.x, top), mul_bf16(a.y, bottom), mul_bf16(a.z, top), mul_bf16(a.w, bottom));
 }
-#else
-struct Units {
-    uint4 words[2 * CHUNKS];
-
-    __device__ __forceinline__ void load(int u, const char* at) {
-        words[2 * u] = load_stream(at + u * WARPS * UNIT_SIZE);
-        words[2 * u + 1] = load_stream(at + u * WARPS * UNIT_SIZE + UNIT_SIZE / 2);
-    }
-};
 #endif
 
 /* 16 rows x 32 k times the tokens of up to `count` rows. */
@@ -79,34 +107,29 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[TOKEN_TILES][4], con
     }
 }
 
-/* Unit u times its tokens. */
-__device__ __forceinline__ void multiply(float (&acc)[TOKEN_TILES][4], const Units& a, int u,
+/* A unit times its tokens. */
+__device__ __forceinline__ void multiply(float (&acc)[TOKEN_TILES][4], const Unit& a,
                                          const unsigned char* tokens, int count) {
 #if MXFP4
-    const uint4 v = a.words[u];
-    const u32 scales = a.scales[u];
-    uint4 low, high;
+    const uint4 v = a.words[0];
+#if LARGE_SCALES
     // One factor cannot be more than 2^127: larger scales take two steps.
-    const bool is_large = __any_sync(FULL_WARP, (scales & 0x80808080u) != 0);
-    if (!is_large) {
-        const u32 top = factor<0>(scales), bottom = factor<1>(scales);
-        low = widened<0>(v.x, v.y, top, bottom), high = widened<1>(v.x, v.y, top, bottom);
-    } else {
-        const u32 top = power_pair(scales, 0), bottom = power_pair(scales, 1);
-        low = times(widened<0>(v.x, v.y, 0x7e807e80u, 0x7e807e80u), top, bottom);
-        high = times(widened<1>(v.x, v.y, 0x7e807e80u, 0x7e807e80u), top, bottom);
-    }
-    multiply_chunk(acc, low, high, tokens, count);
-    if (!is_large) {
-        const u32 top = factor<2>(scales), bottom = factor<3>(scales);
-        low = widened<0>(v.z, v.w, top, bottom), high = widened<1>(v.z, v.w, top, bottom);
-    } else {
-        const u32 top = power_pair(scales, 2), bottom = power_pair(scales, 3);
-        low = times(widened<0>(v.z, v.w, 0x7e807e80u, 0x7e807e80u), top, bottom);
-        high = times(widened<1>(v.z, v.w, 0x7e807e80u, 0x7e807e80u), top, bottom);
-    }
-    multiply_chunk(acc, low, high, tokens + TOKEN_CHUNK, count);
+    const u32 first[] = {power_pair(a.scales, 0), power_pair(a.scales, 1)},
+              second[] = {power_pair(a.scales, 2), power_pair(a.scales, 3)};
+    constexpr u32 UP = 0x7e807e80u;  // 2^126 twice
+    multiply_chunk(acc, times(widened<0>(v.x, v.y, UP, UP), first[0], first[1]),
+                   times(widened<1>(v.x, v.y, UP, UP), first[0], first[1]), tokens, count);
+    multiply_chunk(acc, times(widened<0>(v.z, v.w, UP, UP), second[0], second[1]),
+                   times(widened<1>(v.z, v.w, UP, UP), second[0], second[1]), tokens + TOKEN_CHUNK, count);
 #else
-    multiply_chunk(acc, a.words[2 * u], a.words[2 * u + 1], tokens, count);
+    const u32 first[] = {factor<0>(a.scales), factor<1>(a.scales)},
+              second[] = {factor<2>(a.scales), factor<3>(a.scales)};
+    multiply_chunk(acc, widened<0>(v.x, v.y, first[0], first[1]), widened<1>(v.x, v.y, first[0], first[1]),
+                   tokens, count);
+    multiply_chunk(acc, widened<0>(v.z, v.w, second[0], second[1]),
+                   widened<1>(v.z, v.w, second[0], second[1]), tokens + TOKEN_CHUNK, count);
+#endif
+#else
+    multiply_chunk(acc, a.words[0], a.words[1], tokens, count);
 #endif
 }
