@@ -353,7 +353,8 @@ def variants(cols, kind, row, experts_, rows):
     width, _, _ = experts.UNIT[kind]
     units, own, found = -(-cols // width), experts.choose(cols, kind, row), []
     natural = experts.frame(own, cols, kind, experts_, rows)
-    cuts = [replace(own, warps=warps, units=-(-units // warps), ahead=1) for warps in (8, 12, 15, 16, 23)]
+    cuts = [replace(own, warps=warps, units=-(-units // warps), ahead=1) for warps in (12, 15, 16, 23)]
+    cuts += [replace(own, asked=2 - own.asked), replace(own, finishers=3)]
     for cut in dict.fromkeys([own, *cuts]):
         if cut != own and units / (cut.warps * cut.units) < 0.9:
             continue

@@ -25,8 +25,10 @@
 #endif
 
 constexpr int RING = RING_TILES, SLOTS = RING ? 1 : AHEAD;  // SLOTS: tiles in registers
-constexpr bool IS_BY_UNIT = RING == 1;                      // a group of copies is a unit, not a tile
-constexpr int ORDER_ROOM = 512;                             // pairs whose order is brought to shared memory
+constexpr int PLANNER = RING ? WARPS + FINISHERS : 0;       // warp that makes the plan and fills the ring
+constexpr int EXPERTS_THREADS = THREADS + (RING ? 32 : 0);
+constexpr int ORDER_ROOM = 512;  // pairs whose order is brought to shared memory
+static_assert(RING <= FULL_BARRIERS, "a barrier for each tile of the ring");
 
 /* Of a run's tokens in shared memory. */
 __device__ __forceinline__ int buffer_bytes(int cols) { return units_of(cols) * UNIT_CHUNKS * TOKEN_CHUNK; }
@@ -36,16 +38,17 @@ struct Places {
     float2* sums;  // [SUM_SETS][WARPS][UNITS][32]
     Entry* entries;
     Run* list;
-    int* order;
+    int *order, *starts;    // [ORDER_ROOM], [experts + 1]
     unsigned char* tokens;  // [TOKEN_BUFFERS][chunks][TOKEN_TILES][32 lanes][16 bytes]
-    unsigned char* ring;    // [RING][CHUNKS][WARPS] units
+    unsigned char* ring;    // [RING] tiles
 
     __device__ __forceinline__ Places(unsigned char* dynamic, const Shape& shape)
         : sums((float2*)dynamic),
           entries((Entry*)(sums + SUM_SETS * WARPS * UNITS * 32)),
           list((Run*)(entries + shape.experts)),
           order((int*)(list + shape.room)),
-          tokens((unsigned char*)(order + ORDER_ROOM)),
+          starts(order + ORDER_ROOM),
+          tokens((unsigned char*)(starts + (shape.experts + 32) / 32 * 32)),
           ring(tokens + TOKEN_BUFFERS * buffer_bytes(shape.cols)) {}
 };
 
@@ -100,14 +103,14 @@ __device__ __forceinline__ void give_sums(float (&acc)[TOKEN_TILES][4], int ordi
 /* The weights that are asked for next: of `left` tiles of run `run` of the list. */
 struct Ahead {
     int run, left;
-    const char* at;  // this lane's part of this warp's first unit
+    const char* at;  // the tile's first byte, or this lane's part of this warp's first unit
 
     __device__ __forceinline__ void find(const Plan& plan, const Run* list, const u8* w, int cols) {
         left = 0;
         if (run >= plan.listed) return;
         left = list[run].tiles;
-        at = (const char*)w + (size_t)list[run].tile * units_of(cols) * UNIT_SIZE + warp_index() * UNIT_SIZE +
-             16 * lane_index();
+        at = (const char*)w + (size_t)list[run].tile * units_of(cols) * UNIT_SIZE;
+        if (!RING) at += warp_index() * UNIT_SIZE + 16 * lane_index();
     }
 
     __device__ __forceinline__ void advance(const Plan& plan, const Run* list, const u8* w, int cols) {
@@ -127,45 +130,33 @@ struct Stream {
     int cols;
     const Places& places;
     Barriers& barriers;
+    u64* loaded;  // [RING]: the tile is there
     Ahead next;
     int run, left, count;  // of the list, tiles of it that are left, its pairs
     int buffer, ordinal;
-    int slot;     // of the ring
-    int covered;  // with a ring: from this tile on the next run's tokens are there when the tile is
+    int slot, phase;  // of the ring
     float acc[TOKEN_TILES][4];
 
     __device__ __forceinline__ void advance() { next.advance(plan, places.list, w, cols); }
 
-    __device__ __forceinline__ void ask_unit(Unit& a, int slot_, int u) const {
-        const char* at = next.at + u * WARPS * UNIT_SIZE;
-        if (RING)
-            copy_unit(place(slot_, u), at);
-        else
-            a.load(at);
-    }
-
-    __device__ __forceinline__ unsigned char* place(int slot_, int u) const {
-        return places.ring + ((slot_ * CHUNKS + u) * WARPS + warp_index()) * UNIT_SIZE + 16 * lane_index();
-    }
-
     /* Weights are asked for before the tokens are there. */
     __device__ __forceinline__ void begin(Unit (&a)[SLOTS][CHUNKS]) {
+        if (RING) return;
         next.run = 0;
         next.find(plan, places.list, w, cols);
 #pragma unroll
-        for (int s = 0; s < (RING ? RING : AHEAD); ++s) {
+        for (int s = 0; s < SLOTS; ++s)
+            if (next.left > 0) {
 #pragma unroll
-            for (int u = 0; u < CHUNKS; ++u) {
-                if (next.left > 0 && u < own_units(cols)) ask_unit(a[s % SLOTS][u], s, u);
-                if (IS_BY_UNIT) cp_async_commit();
+                for (int u = 0; u < CHUNKS; ++u)
+                    if (u < own_units(cols)) a[s][u].load(next.at + u * WARPS * UNIT_SIZE);
+                advance();
             }
-            if (next.left > 0) advance();
-            if (RING > 1) cp_async_commit();
-        }
     }
 
     /* The next tiles to L2, so that memory has something to do until this block's tokens are there. */
     __device__ __forceinline__ void ask_tiles() const {
+        if (RING) return;
         Ahead then = next;
 #pragma unroll(1)
         for (int i = 0; i < ASKED_TILES && then.left > 0; ++i) {
@@ -180,9 +171,29 @@ struct Stream {
         bring_run(places.list[which], from, order, cols, places.tokens + to * buffer_bytes(cols));
     }
 
+    __device__ __forceinline__ unsigned char* ring_tile(int which) const {
+        return places.ring + which * units_of(cols) * UNIT_SIZE;
+    }
+
+    /* All weights of the list to the ring, by the planner; a tile's place is free once all warps have given
+     * the sums of the tile that was there. */
+    __device__ __forceinline__ void fill(int tiles) {
+        const u32 bytes = units_of(cols) * UNIT_SIZE;
+        for (; next.left > 0 && tiles > 0; --tiles, ++ordinal) {
+            if (const int before = ordinal - RING; before >= 0)
+                mbarrier_wait(&barriers.full[before % FULL_BARRIERS], before / FULL_BARRIERS & 1);
+            if (lane_index() == 0) {
+                mbarrier_arrive_expect(&loaded[slot], bytes);
+                bulk_load(ring_tile(slot), next.at, bytes, &loaded[slot]);
+            }
+            if (++slot == RING) slot = 0;
+            advance();
+        }
+    }
+
     /* The first run's tokens. */
     __device__ __forceinline__ void bring_first() {
-        run = left = buffer = ordinal = slot = 0;
+        run = left = buffer = ordinal = slot = phase = 0;
         if (TOKEN_BUFFERS == 2 && plan.listed > 0) bring(0, 0);
         cp_async_commit();
     }
@@ -196,9 +207,7 @@ struct Stream {
             cp_async_wait<0>();
             return;
         }
-        if (RING && ordinal < covered) cp_async_wait<0>();
-        if (run + 1 < plan.listed) bring(run + 1, buffer ^ 1), covered = ordinal + RING;
-        if (RING) return;  // they are of the next group
+        if (run + 1 < plan.listed) bring(run + 1, buffer ^ 1);
         cp_async_commit();
         cp_async_wait<1>();
     }
@@ -212,36 +221,18 @@ struct Stream {
         }
         const unsigned char* tokens = places.tokens + buffer * buffer_bytes(cols) +
                                       warp_index() * UNIT_CHUNKS * TOKEN_CHUNK + 16 * lane_index();
-        const bool is_asked = next.left > 0;
-        if (RING > 1) {
-            cp_async_wait<RING - 1>();
-            copies_meet();
-        }
+        const unsigned char* weights = ring_tile(slot) + warp_index() * UNIT_SIZE + 16 * lane_index();
+        const bool is_asked = !RING && next.left > 0;
+        if (RING) mbarrier_wait(&loaded[slot], phase);
 #pragma unroll
-        for (int u = 0; u < CHUNKS; ++u) {
-            const bool is_there = u < own_units(cols);
-            if (IS_BY_UNIT) {
-                cp_async_wait<CHUNKS - 1>();
-                copies_meet();
-            }
-            if (is_there) {
-                if (RING) a[S][u].read(place(slot, u));
+        for (int u = 0; u < CHUNKS; ++u)
+            if (u < own_units(cols)) {
+                if (RING) a[S][u].read(weights + u * WARPS * UNIT_SIZE);
                 multiply(acc, a[S][u], tokens + u * WARPS * UNIT_CHUNKS * TOKEN_CHUNK, count);
+                if (is_asked) a[S][u].load(next.at + u * WARPS * UNIT_SIZE);
             }
-            if (IS_BY_UNIT) copies_meet();
-            if (RING < 2 && is_there && is_asked) ask_unit(a[S][u], slot, u);
-            if (IS_BY_UNIT) cp_async_commit();
-        }
-        if (RING > 1) {
-            copies_meet();
-            if (is_asked)
-#pragma unroll
-                for (int u = 0; u < CHUNKS; ++u)
-                    if (u < own_units(cols)) ask_unit(a[S][u], slot, u);
-            cp_async_commit();
-            slot = slot + 1 == RING ? 0 : slot + 1;
-        }
         if (is_asked) advance();
+        if (RING && ++slot == RING) slot = 0, phase ^= 1;
         give_sums(acc, ordinal++, count, places.sums, barriers);
         if (--left == 0) {
             ++run;
@@ -303,23 +294,35 @@ __device__ __forceinline__ void experts(const Shape& shape, const u8* w, const T
     __shared__ Barriers barriers;
     __shared__ Plan plan;
     const Places places(dynamic, shape);
+    __shared__ u64 loaded[RING + 1];
     const bool is_streaming = warp_index() < WARPS, is_small = shape.pairs <= ORDER_ROOM;
-    if (threadIdx.x == 32) barriers.init(Task{});
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < RING; ++i) mbarrier_init(&loaded[i], 1);
+        barriers.init(Task{});
+    }
     if (!KNOWS) {
         griddep_wait();
         griddep_launch();
     }
-    if (warp_index() == 0) {
-        plan.open(first, shape, places.entries);
+    for (int e = threadIdx.x; e <= shape.experts; e += EXPERTS_THREADS) places.starts[e] = __ldcg(first + e);
+    if (is_small)
+        for (int r = threadIdx.x; r < shape.pairs; r += EXPERTS_THREADS) places.order[r] = __ldcg(order + r);
+    __syncthreads();
+    Unit a[SLOTS][CHUNKS];
+    const int* lies = is_small ? places.order : order;
+    Stream stream{plan, w, from, lies, shape.cols, places, barriers, loaded, {}, 0, 0, 0, 0, 0, 0, 0, {}};
+    if (warp_index() == PLANNER) {
+        plan.open(places.starts, shape, places.entries);
         plan.make_list(shape, places.entries, places.list);
-    } else if (is_small) {
-        for (int r = threadIdx.x - 32; r < shape.pairs; r += THREADS - 32)
-            places.order[r] = __ldcg(order + r);
+        __syncwarp();
+        if (RING) {
+            stream.next.run = 0;
+            stream.next.find(plan, places.list, w, shape.cols);
+            stream.fill(RING);
+        }
     }
     __syncthreads();
-    sink.order = is_small ? places.order : order, sink.runs = plan.runs;
-    Unit a[SLOTS][CHUNKS];
-    Stream stream{plan, w, from, sink.order, shape.cols, places, barriers, {}, 0, 0, 0, 0, 0, 0, KNOWS, {}};
+    sink.order = lies, sink.runs = plan.runs;
     if (is_streaming) {
         if (!KNOWS) stream.bring_first();  // first, where both can come
         stream.begin(a);
@@ -332,6 +335,8 @@ __device__ __forceinline__ void experts(const Shape& shape, const u8* w, const T
     if (is_streaming) {
         if (KNOWS) stream.bring_first();
         stream.all(a);
+    } else if (RING && warp_index() == PLANNER) {
+        stream.fill(1 << 30);
     } else {
         sink.begin();
         end_tiles(plan, shape, places, barriers, sink);

@@ -54,20 +54,6 @@ struct Unit {
     }
 };
 
-/* A unit to shared memory, by its warp, which of bf16 needs no more: a lane copies what it will read. */
-__device__ __forceinline__ void copy_unit(unsigned char* to, const char* from) {
-    cp_async_16_stream(to, from);
-    if (!MXFP4)
-        cp_async_16_stream(to + UNIT_SIZE / 2, from + UNIT_SIZE / 2);
-    else if (16 * lane_index() < UNIT_SIZE - UNIT_SCALES)
-        cp_async_16_stream(to + UNIT_SCALES, from + UNIT_SCALES);
-}
-
-/* Between lanes that copy and those that read. */
-__device__ __forceinline__ void copies_meet() {
-    if (MXFP4) __syncwarp();
-}
-
 #if MXFP4
 /* A scale of four as a factor of two bf16 that are 2^-126 too small: 2^(s - 1), for s <= 128. */
 template <int Which>

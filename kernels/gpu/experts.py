@@ -19,7 +19,7 @@ TOKEN_TILES = 1, 2, 4  # groups of 8 rows that kernels are compiled for
 # k, bytes, and registers a lane of experts_units.cuh's unit
 UNIT = {"bf16": (32, 1024, 8), "mxfp4": (64, 544, 5)}
 MOST_WARPS, MOST_AHEAD = 16, 3  # that stream; tiles on their way to registers
-MOST_RING = 4  # tiles of a ring in shared memory
+RINGED, MOST_RING = ("mxfp4",), 4  # types whose weights come to a ring in shared memory; its tiles
 OTHERS = 64  # registers of a lane that do not hold weights under way
 IN_FLIGHT = 50000  # bytes of weights a multiprocessor that should be under way at once
 LARGE_SCALE = 129  # of MXFP4: 4; the multiplication of experts_units.cuh then takes two steps
@@ -42,13 +42,9 @@ class Cut:
     finishers: int = 4
     asked: int = 0
 
-    @property
-    def threads(self):
-        return 32 * (self.warps + self.finishers)
-
-    def tile_bytes(self, kind):
-        """Of a tile in the ring."""
-        return self.warps * self.units * UNIT[kind][1]
+    def threads(self, frame):
+        """Of a block: a ring has a warp that fills it."""
+        return 32 * (self.warps + self.finishers + (frame.ring > 0))
 
     def shared(self, cols, kind, experts, frame):
         """Dynamic shared bytes: sums, plan, order, token rows, weights."""
@@ -56,8 +52,14 @@ class Cut:
         chunks = -(-cols // width) * width // CHUNK
         each = 512 * frame.token_tiles
         sums, tokens = frame.sets * self.warps * each, frame.buffers * chunks * each
-        plan = 16 * (experts + MOST_LISTED) + 4 * ORDER_ROOM
-        return sums + plan + tokens + frame.ring * self.tile_bytes(kind)
+        plan = 16 * (experts + MOST_LISTED) + 4 * ORDER_ROOM + 128 * (experts // 32 + 1)
+        return sums + plan + tokens + frame.ring * tile_bytes(cols, kind)
+
+
+def tile_bytes(cols, kind):
+    """Of packed weights."""
+    width, size, _ = UNIT[kind]
+    return -(-cols // width) * size
 
 
 @dataclass(frozen=True)
@@ -105,8 +107,9 @@ def frame(cut, cols, kind, experts, rows):
     widest."""
     found = None
     for tiles in TOKEN_TILES:
-        fitting = [shape for shape in frames(cut, cols, kind, experts, tiles) if flight(cut, kind, shape)]
-        found = fitting[0] if fitting else found
+        fitting = frames(cut, cols, kind, experts, tiles)
+        suiting = [shape for shape in fitting if suits(shape, cols, kind)]
+        found = suiting[0] if suiting else found
         if found and 8 * found.token_tiles >= rows:
             break
     return found
@@ -118,7 +121,7 @@ def frames(cut, cols, kind, experts, token_tiles):
     for buffers, sets in (2, 2), (1, 2), (1, 1):
         shape = Frame(token_tiles, buffers, sets)
         room = SHARED_PER_BLOCK - STATIC - cut.shared(cols, kind, experts, shape)
-        ring = min(room // cut.tile_bytes(kind), MOST_RING)
+        ring = min(room // tile_bytes(cols, kind), MOST_RING, max(cut.finishers, 2))
         if ring > 0:
             found.append(replace(shape, ring=ring))
         if room >= 0:
@@ -126,10 +129,11 @@ def frames(cut, cols, kind, experts, token_tiles):
     return sorted(found, key=lambda shape: not shape.ring)
 
 
-def flight(cut, kind, shape):
-    """Whether memory is kept busy: all but the tile, or the unit, that is multiplied is on its way."""
-    left = shape.ring - 1 if shape.ring > 1 else 1 - 1 / cut.units
-    return shape.ring in (0, MOST_RING) or left * cut.tile_bytes(kind) >= 0.8 * IN_FLIGHT
+def suits(shape, cols, kind):
+    """Whether memory is kept busy by all but the tile that is multiplied. bf16 does better in registers."""
+    if shape.ring == 0:
+        return True
+    return kind in RINGED and (shape.ring == MOST_RING or (shape.ring - 1) * tile_bytes(cols, kind) >= IN_FLIGHT)
 
 
 def defines_of(cut, kind, frame, act=0, has_large_scales=False):
@@ -208,7 +212,7 @@ def _launch(backend, row, w, rows, used, tiles, args, cut=None, act=0):
     shared = cut.shared(cols, w.dtype, experts, shape)
     how = dealt(backend.sms, tiles, experts, rows, used, 8 * shape.token_tiles)
     backend.launch(
-        f"{row}_fast.cu", f"{row}_fast", backend.sms, cut.threads, shared, args(how),
+        f"{row}_fast.cu", f"{row}_fast", backend.sms, cut.threads(shape), shared, args(how),
         defines_of(cut, w.dtype, shape, act, w.has_large_scales), dependent=backend.dependent,
     )  # fmt: skip
     return True
