@@ -299,7 +299,9 @@ def compile_all(device, tasks):
         row, cols, kind, count, cut, rows, act = task
         is_frame = isinstance(rows, experts.Frame)
         frame = rows if is_frame else experts.frame(cut, cols, kind, count, rows)
-        defines = {name: str(value) for name, value in experts.defines_of(cut, kind, frame, act).items()}
+        defines = {
+            name: str(value) for name, value in experts.defines_of(cut, cols, kind, frame, act).items()
+        }
         compiler.compile_cubin(f"{row}_fast.cu", device.arch, defines)
 
     with ThreadPoolExecutor(12) as pool:
@@ -337,7 +339,7 @@ def try_cuts(layers, rows, replays, is_late):
                 if is_late():
                     break
                 shape = experts.frame(cut, cols, m.kind, m.experts, n)
-                defines = experts.defines_of(cut, m.kind, shape, act)
+                defines = experts.defines_of(cut, cols, m.kind, shape, act)
                 if spills(layers, row, defines):
                     continue
                 use(key, cut)
@@ -384,7 +386,7 @@ def try_variants(layers, rows, replays, is_late):
             for cut, frame in hows:
                 if is_late():
                     break
-                defines = experts.defines_of(cut, m.kind, frame, act)
+                defines = experts.defines_of(cut, cols, m.kind, frame, act)
                 if spills(layers, row, defines):
                     continue
                 use((cols, m.kind, row), cut)

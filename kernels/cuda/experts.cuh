@@ -149,7 +149,7 @@ struct Stream {
             if (next.left > 0) {
 #pragma unroll
                 for (int u = 0; u < CHUNKS; ++u)
-                    if (u < own_units(cols)) a[s][u].load(next.at + u * WARPS * UNIT_SIZE);
+                    if (has_unit(u, cols)) a[s][u].load(next.at + u * WARPS * UNIT_SIZE);
                 advance();
             }
     }
@@ -226,7 +226,7 @@ struct Stream {
         if (RING) mbarrier_wait(&loaded[slot], phase);
 #pragma unroll
         for (int u = 0; u < CHUNKS; ++u)
-            if (u < own_units(cols)) {
+            if (has_unit(u, cols)) {
                 if (RING) a[S][u].read(weights + u * WARPS * UNIT_SIZE);
                 multiply(acc, a[S][u], tokens + u * WARPS * UNIT_CHUNKS * TOKEN_CHUNK, count);
                 if (is_asked) a[S][u].load(next.at + u * WARPS * UNIT_SIZE);

@@ -24,7 +24,7 @@ extern "C" __global__ void pack_mxfp4(const u8* blocks, const u8* scales, u8* pa
         const u32 from = is_there ? *(const u32*)(blocks + 16 * block + 4 * (lane % 4)) : 0;
         u32 word = 0;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) word |= place_e2m1(from >> 4 * i & 15, i / 2) << 16 * (i % 2);
+        for (int i = 0; i < 8; ++i) word |= place_e2m1(from >> 4 * i & 15, i);
         *(u32*)(to + 16 * lane + 4 * which) = word;
         if (lane % 4 != which) continue;
         const u32 scale = is_there ? scales[block] : 0;

@@ -131,17 +131,17 @@ def frames(cut, cols, kind, experts, token_tiles):
 
 def suits(shape, cols, kind):
     """Whether memory is kept busy by all but the tile that is multiplied. bf16 does better in registers."""
-    if shape.ring == 0:
-        return True
-    return kind in RINGED and (shape.ring == MOST_RING or (shape.ring - 1) * tile_bytes(cols, kind) >= IN_FLIGHT)
+    under_way = (shape.ring - 1) * tile_bytes(cols, kind)
+    return not shape.ring or (kind in RINGED and (shape.ring == MOST_RING or under_way >= 0.8 * IN_FLIGHT))
 
 
-def defines_of(cut, kind, frame, act=0, has_large_scales=False):
+def defines_of(cut, cols, kind, frame, act=0, has_large_scales=False):
     """-D of a kernel. Of the cut's and the frame's only STREAM_WARPS shows in the bits."""
     return {
         "TOKEN_TILES": frame.token_tiles, "TOKEN_BUFFERS": frame.buffers, "SUM_SETS": frame.sets,
         "STREAM_WARPS": cut.warps, "STEP_CHUNKS": cut.units, "STEPS_AHEAD": cut.ahead,
         "FINISH_WARPS": cut.finishers, "ASKED_TILES": cut.asked, "RING_TILES": frame.ring,
+        "EVEN_UNITS": int(-(-cols // UNIT[kind][0]) == cut.warps * cut.units),
         "MXFP4": int(kind == "mxfp4"), "LARGE_SCALES": int(has_large_scales), "ACT": act,
     }  # fmt: skip
 
@@ -213,7 +213,7 @@ def _launch(backend, row, w, rows, used, tiles, args, cut=None, act=0):
     how = dealt(backend.sms, tiles, experts, rows, used, 8 * shape.token_tiles)
     backend.launch(
         f"{row}_fast.cu", f"{row}_fast", backend.sms, cut.threads(shape), shared, args(how),
-        defines_of(cut, w.dtype, shape, act, w.has_large_scales), dependent=backend.dependent,
+        defines_of(cut, cols, w.dtype, shape, act, w.has_large_scales), dependent=backend.dependent,
     )  # fmt: skip
     return True
 
@@ -281,7 +281,7 @@ def experts_down(backend, h, w, bias, expert, share, first, order, tap_row, tap_
         kind = w.dtype
         cut = cut or choose(w.cols, kind, "experts_down")
         shape = frame(cut, w.cols, kind, w.shape[0], rows)
-        defines = defines_of(cut, kind, shape, has_large_scales=w.has_large_scales)
+        defines = defines_of(cut, w.cols, kind, shape, has_large_scales=w.has_large_scales)
         sums = [expert, tap_row, x, taps, products, rows, used, w.rows, tap_at, tap_cols]
         blocks = min(-(-tiles * -(-rows // 8) // 4), 16 * backend.sms)
         backend.launch(

@@ -315,7 +315,7 @@ def test_true_shapes_keep_to_registers_and_stream(model, arch, tmp_path):
         cut = experts.choose(cols, kind, row)
         for rows in (8, 16, 32):
             shape = experts.frame(cut, cols, kind, count, rows)
-            defines = experts.defines_of(cut, kind, shape, act)
+            defines = experts.defines_of(cut, cols, kind, shape, act)
             cubin, log = compiler.compile_cubin(
                 f"{row}_fast.cu", arch, {name: str(value) for name, value in defines.items()}
             )
