@@ -14,7 +14,7 @@ import re
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -290,16 +290,28 @@ def words(cut):
 
 
 def compile_all(device, tasks):
-    """Compile what tasks (row, cols, kind, experts, cut, rows, act) need, side by side, into the cache."""
+    """Compile what tasks (row, cols, kind, experts, cut, rows or a Frame, act) need, side by side, into the
+    cache. Nothing on the emulator."""
+    if device.arch not in compiler.ARCHES.values():
+        return
 
     def one(task):
         row, cols, kind, count, cut, rows, act = task
-        frame = experts.frame(cut, cols, kind, count, rows)
-        defines = {name: str(value) for name, value in experts.defines_of(cut, kind, frame, act).items()}
+        is_frame = isinstance(rows, experts.Frame)
+        frame = rows if is_frame else experts.frame(cut, cols, kind, count, rows)
+        defines = {
+            name: str(value) for name, value in experts.defines_of(cut, cols, kind, frame, act).items()
+        }
         compiler.compile_cubin(f"{row}_fast.cu", device.arch, defines)
 
     with ThreadPoolExecutor(12) as pool:
         list(pool.map(one, tasks))
+
+
+def spills(layers, row, defines):
+    """Whether a kernel has local memory."""
+    function = layers.backend.device.function(f"{row}_fast.cu", f"{row}_fast", defines)
+    return getattr(function, "local_bytes", 0) > 0
 
 
 def use(key, cut):
@@ -327,8 +339,8 @@ def try_cuts(layers, rows, replays, is_late):
                 if is_late():
                     break
                 shape = experts.frame(cut, cols, m.kind, m.experts, n)
-                defines = experts.defines_of(cut, m.kind, shape, act)
-                if layers.backend.device.function(f"{row}_fast.cu", f"{row}_fast", defines).local_bytes:
+                defines = experts.defines_of(cut, cols, m.kind, shape, act)
+                if spills(layers, row, defines):
                     continue
                 use(key, cut)
                 times.setdefault(words(cut), {})[n] = layers.time([call], replays)
@@ -336,6 +348,65 @@ def try_cuts(layers, rows, replays, is_late):
         whole = {what: us for what, us in times.items() if len(us) == len(rows)}
         ranking[row] = dict(sorted(whole.items(), key=lambda item: sum(item[1].values())))
     return ranking
+
+
+def variants(cols, kind, row, experts_, rows):
+    """[(Cut, Frame)] of so many rows: with rings of each length and without, of a few cuts."""
+    width, _, _ = experts.UNIT[kind]
+    units, own, found = -(-cols // width), experts.choose(cols, kind, row), []
+    natural = experts.frame(own, cols, kind, experts_, rows)
+    cuts = [replace(own, warps=warps, units=-(-units // warps), ahead=1) for warps in (12, 15, 16, 23)]
+    cuts += [replace(own, asked=2 - own.asked), replace(own, finishers=3)]
+    for cut in dict.fromkeys([own, *cuts]):
+        if cut != own and units / (cut.warps * cut.units) < 0.9:
+            continue
+        shapes = experts.frames(cut, cols, kind, experts_, natural.token_tiles)
+        held = [shape for shape in shapes if shape.ring]
+        found += [(cut, shape) for shape in held[:2]]
+        if cut == own:
+            found += [(cut, replace(held[0], ring=ring)) for ring in range(1, held[0].ring)] if held else []
+            found += [(cut, shape) for shape in shapes if not shape.ring][:1]
+    return list(dict.fromkeys(found))
+
+
+def try_variants(layers, rows, replays, is_late):
+    """{row: {rows: {variant in words: us}}}, best first, beside what is used now."""
+    m, ranking, natural = layers.model, {}, experts.frame
+    for row, cols, call, act in (
+        ("experts_up", m.width, layers.up, m.act[0]), ("experts_down", m.ffn, layers.down, 0)
+    ):  # fmt: skip
+        tasks = {n: variants(cols, m.kind, row, m.experts, n) for n in rows}
+        compile_all(
+            layers.backend.device,
+            list({(row, cols, m.kind, m.experts, *how, act) for hows in tasks.values() for how in hows}),
+        )
+        for n, hows in tasks.items():
+            layers.prepare(n, False)
+            times = {}
+            for cut, frame in hows:
+                if is_late():
+                    break
+                defines = experts.defines_of(cut, cols, m.kind, frame, act)
+                if spills(layers, row, defines):
+                    continue
+                use((cols, m.kind, row), cut)
+                experts.frame = lambda *_, frame=frame: frame
+                is_own = how_is_own(cut, frame, natural, cols, m, n, row)
+                times[f"{words(cut)} {frame}{' own' if is_own else ''}"] = layers.time([call], replays)
+            use((cols, m.kind, row), None)
+            experts.frame = natural
+            ranking.setdefault(row, {})[n] = dict(sorted(times.items(), key=lambda item: item[1]))
+    return ranking
+
+
+def how_is_own(cut, frame, natural, cols, m, rows, row):
+    """Whether a launch would be this one."""
+    experts.MEASURED.pop((cols, m.kind, row), None)
+    experts.choose.cache_clear()
+    own = experts.choose(cols, m.kind, row)
+    experts.MEASURED[cols, m.kind, row] = cut
+    experts.choose.cache_clear()
+    return (cut, frame) == (own, natural(own, cols, m.kind, m.experts, rows))
 
 
 def try_strips(layers, rows, replays):
@@ -359,6 +430,7 @@ def main():
     parser.add_argument(
         "--cuts", action="store_true", help="rank other cuts, at 1 and 16 rows, and strips of a prompt"
     )
+    parser.add_argument("--variants", action="store_true", help="rank ways to hold weights and tokens, too")
     parser.add_argument("--seconds", type=float, default=120, help="stop trying cuts after this long")
     args = parser.parse_args()
     begin, ops = time.perf_counter(), open_ops(args.backend, "bf16")
@@ -389,6 +461,14 @@ def main():
             if max(rows) > experts.MERGED_ROWS:
                 strips = rankings[name]["strips"] = try_strips(layers, max(rows), args.replays)
                 print(f"{name}: strips of a prompt, us of up and down: {strips}", flush=True)
+        if args.variants:
+            found = rankings[name] = try_variants(
+                layers, rows, args.replays, lambda: time.perf_counter() - begin > args.seconds
+            )
+            for (row, by_rows), n in product(found.items(), rows):
+                print(f"{name}, {row}, {n} rows: us")
+                for what, us in by_rows[n].items():
+                    print(f"  {us:8.1f} {what}", flush=True)
         del layers
     where = re.sub(r"\W+", "-", card).strip("-").lower()
     found = {"results": results, "cuts_us": rankings}

@@ -29,13 +29,15 @@ class Weight:
 
     dtype: a key of BITS, as stored. layout: "plain" (shape as it is) or "packed" ([rows/16][cols][16] on the
     CPU; fragment order on a GPU), "packed pairs" where gate and up rows take turns. parts: the backend's
-    arrays; of mxfp4 the blocks, then their scales.
+    arrays; of mxfp4 the blocks, then their scales. has_large_scales: of packed mxfp4 on a GPU, whether a
+    block's scale is 4 or more.
     """
 
     shape: tuple
     dtype: str
     layout: str
     parts: tuple
+    has_large_scales: bool = False
 
     @property
     def rows(self):

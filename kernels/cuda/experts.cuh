@@ -20,23 +20,36 @@
 #ifndef ASKED_TILES
 #define ASKED_TILES 0  // tiles behind those under way, asked for in L2 before the wait
 #endif
+#ifndef RING_TILES
+#define RING_TILES 0  // tiles whose weights are in shared memory or on their way there; 0: in registers
+#endif
 
+constexpr int RING = RING_TILES, SLOTS = RING ? 1 : AHEAD;  // SLOTS: tiles in registers
+constexpr int PLANNER = RING ? WARPS + FINISHERS : 0;       // warp that makes the plan and fills the ring
+constexpr int EXPERTS_THREADS = THREADS + (RING ? 32 : 0);
 constexpr int ORDER_ROOM = 512;  // pairs whose order is brought to shared memory
+static_assert(RING <= FULL_BARRIERS, "a barrier for each tile of the ring");
+
+/* Of a run's tokens in shared memory. */
+__device__ __forceinline__ int buffer_bytes(int cols) { return units_of(cols) * UNIT_CHUNKS * TOKEN_CHUNK; }
 
 /* Where things lie in dynamic shared memory. */
 struct Places {
     float2* sums;  // [SUM_SETS][WARPS][UNITS][32]
     Entry* entries;
     Run* list;
-    int* order;
+    int *order, *starts;    // [ORDER_ROOM], [experts + 1]
     unsigned char* tokens;  // [TOKEN_BUFFERS][chunks][TOKEN_TILES][32 lanes][16 bytes]
+    unsigned char* ring;    // [RING] tiles
 
     __device__ __forceinline__ Places(unsigned char* dynamic, const Shape& shape)
         : sums((float2*)dynamic),
           entries((Entry*)(sums + SUM_SETS * WARPS * UNITS * 32)),
           list((Run*)(entries + shape.experts)),
           order((int*)(list + shape.room)),
-          tokens((unsigned char*)(order + ORDER_ROOM)) {}
+          starts(order + ORDER_ROOM),
+          tokens((unsigned char*)(starts + (shape.experts + 32) / 32 * 32)),
+          ring(tokens + TOKEN_BUFFERS * buffer_bytes(shape.cols)) {}
 };
 
 /* Token rows: pair r's is row r / per of `rows`. */
@@ -45,8 +58,8 @@ struct Tokens {
     int per;
 };
 
-/* This lane's pieces of this warp's units of a run's tokens: nobody else reads them. One group of copies.
- * cols is a multiple of 8. What it needs is made here, not kept through the stream. */
+/* This lane's pieces of this warp's units of a run's tokens: nobody else reads them. cols is a
+ * multiple of 8. What it needs is made here, not kept through the stream. */
 __device__ __forceinline__ void bring_run(const Run& run, const Tokens& from, const int* order, int cols,
                                           unsigned char* tokens) {
     const int thread = opaque(threadIdx.x), lane = thread % 32, warp = thread / 32;
@@ -67,10 +80,7 @@ __device__ __forceinline__ void bring_run(const Run& run, const Tokens& from, co
             to += WARPS * UNIT_CHUNKS * TOKEN_CHUNK;
         }
     }
-    cp_async_commit();
 }
-
-__device__ __forceinline__ int buffer_bytes(int cols) { return units_of(cols) * UNIT_CHUNKS * TOKEN_CHUNK; }
 
 /* A tile's sums of this warp to the finishing warp whose tile it is. */
 __device__ __forceinline__ void give_sums(float (&acc)[TOKEN_TILES][4], int ordinal, int count, float2* sums,
@@ -93,34 +103,23 @@ __device__ __forceinline__ void give_sums(float (&acc)[TOKEN_TILES][4], int ordi
 /* The weights that are asked for next: of `left` tiles of run `run` of the list. */
 struct Ahead {
     int run, left;
-    const char* at;
+    const char* at;  // the tile's first byte, or this lane's part of this warp's first unit
 
-    __device__ __forceinline__ void find(const Plan& plan, const u8* w, int cols) {
+    __device__ __forceinline__ void find(const Plan& plan, const Run* list, const u8* w, int cols) {
         left = 0;
         if (run >= plan.listed) return;
-        left = plan.list[run].tiles;
-        at = (const char*)w + (size_t)plan.list[run].tile * units_of(cols) * UNIT_SIZE +
-             warp_index() * UNIT_SIZE + 16 * lane_index();
+        left = list[run].tiles;
+        at = (const char*)w + (size_t)list[run].tile * units_of(cols) * UNIT_SIZE;
+        if (!RING) at += warp_index() * UNIT_SIZE + 16 * lane_index();
     }
 
-    __device__ __forceinline__ void advance(const Plan& plan, const u8* w, int cols) {
+    __device__ __forceinline__ void advance(const Plan& plan, const Run* list, const u8* w, int cols) {
         at += (size_t)units_of(cols) * UNIT_SIZE;
         if (--left > 0) return;
         ++run;
-        find(plan, w, cols);
+        find(plan, list, w, cols);
     }
 };
-
-/* The next tiles to L2, so that memory has something to do until this block's tokens are there. */
-__device__ __forceinline__ void ask_tiles(const Plan& plan, Ahead ahead, const u8* w, int cols) {
-#pragma unroll(1)
-    for (int i = 0; i < ASKED_TILES && ahead.left > 0; ++i) {
-        for (int u = 0; u < own_units(cols); ++u)
-            if (const int lane = lane_index(); lane < (UNIT_SIZE + 127) / 128)  // a line each
-                prefetch_l2(ahead.at + u * WARPS * UNIT_SIZE + (128 - 16) * lane);
-        ahead.advance(plan, w, cols);
-    }
-}
 
 /* What streaming warps know all along. */
 struct Stream {
@@ -131,76 +130,122 @@ struct Stream {
     int cols;
     const Places& places;
     Barriers& barriers;
+    u64* loaded;  // [RING]: the tile is there
     Ahead next;
     int run, left, count;  // of the list, tiles of it that are left, its pairs
     int buffer, ordinal;
+    int slot, phase;  // of the ring
     float acc[TOKEN_TILES][4];
 
+    __device__ __forceinline__ void advance() { next.advance(plan, places.list, w, cols); }
+
     /* Weights are asked for before the tokens are there. */
-    __device__ __forceinline__ void begin(Units (&a)[AHEAD]) {
+    __device__ __forceinline__ void begin(Unit (&a)[SLOTS][CHUNKS]) {
+        if (RING) return;
         next.run = 0;
-        next.find(plan, w, cols);
+        next.find(plan, places.list, w, cols);
 #pragma unroll
-        for (int s = 0; s < AHEAD; ++s)
+        for (int s = 0; s < SLOTS; ++s)
             if (next.left > 0) {
 #pragma unroll
                 for (int u = 0; u < CHUNKS; ++u)
-                    if (u < own_units(cols)) a[s].load(u, next.at);
-                next.advance(plan, w, cols);
+                    if (has_unit(u, cols)) a[s][u].load(next.at + u * WARPS * UNIT_SIZE);
+                advance();
             }
     }
 
+    /* The next tiles to L2, so that memory has something to do until this block's tokens are there. */
+    __device__ __forceinline__ void ask_tiles() const {
+        if (RING) return;
+        Ahead then = next;
+#pragma unroll(1)
+        for (int i = 0; i < ASKED_TILES && then.left > 0; ++i) {
+            for (int u = 0; u < own_units(cols); ++u)
+                if (const int lane = lane_index(); lane < (UNIT_SIZE + 127) / 128)  // a line each
+                    prefetch_l2(then.at + u * WARPS * UNIT_SIZE + (128 - 16) * lane);
+            then.advance(plan, places.list, w, cols);
+        }
+    }
+
     __device__ __forceinline__ void bring(int which, int to) const {
-        bring_run(plan.list[which], from, order, cols, places.tokens + to * buffer_bytes(cols));
+        bring_run(places.list[which], from, order, cols, places.tokens + to * buffer_bytes(cols));
+    }
+
+    __device__ __forceinline__ unsigned char* ring_tile(int which) const {
+        return places.ring + which * units_of(cols) * UNIT_SIZE;
+    }
+
+    /* All weights of the list to the ring, by the planner; a tile's place is free once all warps have given
+     * the sums of the tile that was there. */
+    __device__ __forceinline__ void fill(int tiles) {
+        const u32 bytes = units_of(cols) * UNIT_SIZE;
+        for (; next.left > 0 && tiles > 0; --tiles, ++ordinal) {
+            if (const int before = ordinal - RING; before >= 0)
+                mbarrier_wait(&barriers.full[before % FULL_BARRIERS], before / FULL_BARRIERS & 1);
+            if (lane_index() == 0) {
+                mbarrier_arrive_expect(&loaded[slot], bytes);
+                bulk_load(ring_tile(slot), next.at, bytes, &loaded[slot]);
+            }
+            if (++slot == RING) slot = 0;
+            advance();
+        }
+    }
+
+    /* The first run's tokens. */
+    __device__ __forceinline__ void bring_first() {
+        run = left = buffer = ordinal = slot = phase = 0;
+        if (TOKEN_BUFFERS == 2 && plan.listed > 0) bring(0, 0);
+        cp_async_commit();
     }
 
     /* A run begins: its tokens are there, the next run's are asked for. */
     __device__ __forceinline__ void enter() {
-        left = plan.list[run].tiles, count = plan.list[run].count;
+        left = places.list[run].tiles, count = places.list[run].count;
         if (TOKEN_BUFFERS == 1) {
             bring(run, 0);
+            cp_async_commit();
             cp_async_wait<0>();
             return;
         }
-        if (run + 1 < plan.listed)
-            bring(run + 1, buffer ^ 1);
-        else
-            cp_async_commit();
+        if (run + 1 < plan.listed) bring(run + 1, buffer ^ 1);
+        cp_async_commit();
         cp_async_wait<1>();
     }
 
     /* A piece, whose weights are in slot S, and those behind it as far as there are slots. False: no more. */
     template <int S>
-    __device__ __forceinline__ bool step(Units (&a)[AHEAD]) {
+    __device__ __forceinline__ bool step(Unit (&a)[SLOTS][CHUNKS]) {
         if (left == 0) {
             if (run == plan.listed) return false;
             enter();
         }
         const unsigned char* tokens = places.tokens + buffer * buffer_bytes(cols) +
                                       warp_index() * UNIT_CHUNKS * TOKEN_CHUNK + 16 * lane_index();
-        const bool is_asked = next.left > 0;
+        const unsigned char* weights = ring_tile(slot) + warp_index() * UNIT_SIZE + 16 * lane_index();
+        const bool is_asked = !RING && next.left > 0;
+        if (RING) mbarrier_wait(&loaded[slot], phase);
 #pragma unroll
         for (int u = 0; u < CHUNKS; ++u)
-            if (u < own_units(cols)) {
-                multiply(acc, a[S], u, tokens + u * WARPS * UNIT_CHUNKS * TOKEN_CHUNK, count);
-                if (is_asked) a[S].load(u, next.at);
+            if (has_unit(u, cols)) {
+                if (RING) a[S][u].read(weights + u * WARPS * UNIT_SIZE);
+                multiply(acc, a[S][u], tokens + u * WARPS * UNIT_CHUNKS * TOKEN_CHUNK, count);
+                if (is_asked) a[S][u].load(next.at + u * WARPS * UNIT_SIZE);
             }
-        if (is_asked) next.advance(plan, w, cols);
+        if (is_asked) advance();
+        if (RING && ++slot == RING) slot = 0, phase ^= 1;
         give_sums(acc, ordinal++, count, places.sums, barriers);
         if (--left == 0) {
             ++run;
             if (TOKEN_BUFFERS == 2) buffer ^= 1;
         }
-        if constexpr (S + 1 < AHEAD)
+        if constexpr (S + 1 < SLOTS)
             return step<S + 1>(a);
         else
             return true;
     }
 
     /* All pieces of the list, after `begin`. */
-    __device__ __forceinline__ void all(Units (&a)[AHEAD]) {
-        run = left = 0;
-        if (TOKEN_BUFFERS == 2 && plan.listed > 0) bring(0, buffer);
+    __device__ __forceinline__ void all(Unit (&a)[SLOTS][CHUNKS]) {
         while (step<0>(a)) {
         }
     }
@@ -213,9 +258,9 @@ __device__ __forceinline__ void end_tiles(const Plan& plan, const Shape& shape, 
                                           Barriers& barriers, Sink& sink) {
     int ordinal = warp_index() - WARPS;
     for (int which = 0, at = ordinal; which < plan.listed; at += FINISHERS) {  // tile `at` of run `which`
-        while (which < plan.listed && at >= plan.list[which].tiles) at -= plan.list[which++].tiles;
+        while (which < plan.listed && at >= places.list[which].tiles) at -= places.list[which++].tiles;
         if (which == plan.listed) return;
-        const Run run = plan.list[which];
+        const Run run = places.list[which];
         const int expert = run.tile / shape.tiles, tile = run.tile - expert * shape.tiles + at;
         const int set = ordinal % SUM_SETS;
         const float2* sums = places.sums + set * WARPS * UNITS * 32 + lane_index();
@@ -249,33 +294,49 @@ __device__ __forceinline__ void experts(const Shape& shape, const u8* w, const T
     __shared__ Barriers barriers;
     __shared__ Plan plan;
     const Places places(dynamic, shape);
+    __shared__ u64 loaded[RING + 1];
     const bool is_streaming = warp_index() < WARPS, is_small = shape.pairs <= ORDER_ROOM;
-    if (threadIdx.x == 32) barriers.init(Task{});
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < RING; ++i) mbarrier_init(&loaded[i], 1);
+        barriers.init(Task{});
+    }
     if (!KNOWS) {
         griddep_wait();
         griddep_launch();
     }
-    if (warp_index() == 0) {
-        plan.open(first, shape, places.entries);
+    for (int e = threadIdx.x; e <= shape.experts; e += EXPERTS_THREADS) places.starts[e] = __ldcg(first + e);
+    if (is_small)
+        for (int r = threadIdx.x; r < shape.pairs; r += EXPERTS_THREADS) places.order[r] = __ldcg(order + r);
+    __syncthreads();
+    Unit a[SLOTS][CHUNKS];
+    const int* lies = is_small ? places.order : order;
+    Stream stream{plan, w, from, lies, shape.cols, places, barriers, loaded, {}, 0, 0, 0, 0, 0, 0, 0, {}};
+    if (warp_index() == PLANNER) {
+        plan.open(places.starts, shape, places.entries);
         plan.make_list(shape, places.entries, places.list);
-    } else if (is_small) {
-        for (int r = threadIdx.x - 32; r < shape.pairs; r += THREADS - 32)
-            places.order[r] = __ldcg(order + r);
+        __syncwarp();
+        if (RING) {
+            stream.next.run = 0;
+            stream.next.find(plan, places.list, w, shape.cols);
+            stream.fill(RING);
+        }
     }
     __syncthreads();
-    sink.order = is_small ? places.order : order, sink.runs = plan.runs;
-    Units a[AHEAD];
-    Stream stream{plan, w, from, sink.order, shape.cols, places, barriers, {}, 0, 0, 0, 0, 0, {}};
+    sink.order = lies, sink.runs = plan.runs;
     if (is_streaming) {
+        if (!KNOWS) stream.bring_first();  // first, where both can come
         stream.begin(a);
-        if (KNOWS) ask_tiles(plan, stream.next, w, shape.cols);
+        if (KNOWS) stream.ask_tiles();
     }
     if (KNOWS) {
         griddep_wait();
         griddep_launch();
     }
     if (is_streaming) {
+        if (KNOWS) stream.bring_first();
         stream.all(a);
+    } else if (RING && warp_index() == PLANNER) {
+        stream.fill(1 << 30);
     } else {
         sink.begin();
         end_tiles(plan, shape, places, barriers, sink);

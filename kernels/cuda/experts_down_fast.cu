@@ -84,7 +84,7 @@ struct KeepPairs {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(EXPERTS_THREADS, 1)
     experts_down_fast(const u8* w, const bf16* h, const float* bias, const int* expert, const float* share,
                       const int* first, const int* order, const int* tap_row, bf16* x, bf16* taps,
                       u32* counters, float* work, int rows, int used, int experts_, int outputs, int cols,

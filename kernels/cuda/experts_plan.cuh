@@ -23,42 +23,32 @@ struct Entry {
 __device__ __forceinline__ int runs_of(int pairs) { return (pairs + MOST_ROWS - 1) / MOST_ROWS; }
 
 struct Plan {
-    Run* list;
     int active, runs;  // experts that have pairs; runs of all of them
-    int listed;        // runs of the list
+    int listed;        // runs of this block's list
 
-    /* Entries of the experts that have pairs. */
-    __device__ __forceinline__ void open(const int* first, const Shape& shape, Entry* entries) {
-        const int lane = lane_index(), each = (shape.experts + 31) / 32;
-        const int from = min(shape.experts, lane * each), to = min(shape.experts, from + each);
-        u32 mine = 0;  // experts; runs from bit 16 on
-        const int begin = __ldcg(first + from);
-        int at = begin;
-#pragma unroll 4
-        for (int e = from; e < to; ++e) {
-            const int next = __ldcg(first + e + 1);
-            if (next > at) mine += 1 + (runs_of(next - at) << 16);
-            at = next;
-        }
-        u32 upto = mine;
+    /* Entries of the experts that have pairs. By a warp. */
+    __device__ __forceinline__ void open(const int* starts, const Shape& shape, Entry* entries) {
+        const int lane = lane_index();
+        const u32 below = (1u << lane) - 1;
+        int entry = 0, sum = 0;
+        for (int e = lane; e - lane < shape.experts; e += 32) {
+            const int begin = starts[min(e, shape.experts)],
+                      pairs = starts[min(e + 1, shape.experts)] - begin;
+            const u32 has = __ballot_sync(FULL_WARP, pairs > 0);
+            int upto = __popc(has & below), all = __popc(has);  // runs before this one's; runs
+            if (__any_sync(FULL_WARP, pairs > MOST_ROWS)) {
+                upto = runs_of(pairs);
 #pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-            const u32 other = __shfl_up_sync(FULL_WARP, upto, step);
-            if (lane >= step) upto += other;
-        }
-        Entry* entry = entries + ((upto - mine) & 0xffff);
-        int sum = (upto - mine) >> 16;
-        at = begin;
-#pragma unroll 4
-        for (int e = from; e < to; ++e) {
-            const int next = __ldcg(first + e + 1);
-            if (next > at) {
-                *entry++ = Entry{e, sum, at, next - at};
-                sum += runs_of(next - at);
+                for (int step = 1; step < 32; step *= 2) {
+                    const int other = __shfl_up_sync(FULL_WARP, upto, step);
+                    if (lane >= step) upto += other;
+                }
+                all = __shfl_sync(FULL_WARP, upto, 31), upto -= runs_of(pairs);
             }
-            at = next;
+            if (pairs > 0) entries[entry + __popc(has & below)] = Entry{e, sum + upto, begin, pairs};
+            entry += __popc(has), sum += all;
         }
-        if (lane == 31) active = upto & 0xffff, runs = upto >> 16;
+        if (lane == 0) active = entry, runs = sum;
         __syncwarp();
     }
 
@@ -81,17 +71,17 @@ struct Plan {
     }
 
     /* This block's runs. By the same warp. */
-    __device__ __forceinline__ void make_list(const Shape& shape, const Entry* entries, Run* list_) {
-        const i64 total = (i64)shape.tiles * runs;
+    __device__ __forceinline__ void make_list(const Shape& shape, const Entry* entries, Run* list) {
+        const u32 total = shape.tiles * runs;  // small without a span: times the grid, it is a u32
         int at = shape.span ? blockIdx.x * shape.span : total * blockIdx.x / gridDim.x, count = 0;
         int end = shape.span ? at + shape.span : total * (blockIdx.x + 1) / gridDim.x;
         while (at < min(end, (int)total)) {
             Run run = find(shape, entries, at);
             run.tiles = min(run.tiles, end - at), at += run.tiles;
-            if (lane_index() == 0) list_[count] = run;
+            if (lane_index() == 0) list[count] = run;
             ++count;
             if (shape.span && at == end) at += (gridDim.x - 1) * shape.span, end = at + shape.span;
         }
-        if (lane_index() == 0) list = list_, listed = count;
+        if (lane_index() == 0) listed = count;
     }
 };

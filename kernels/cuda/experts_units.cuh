@@ -7,64 +7,96 @@
 #ifndef MXFP4
 #define MXFP4 0
 #endif
+#ifndef LARGE_SCALES
+#define LARGE_SCALES 0  // 1: MXFP4 whose scales may be 4 or more
+#endif
+#ifndef EVEN_UNITS
+#define EVEN_UNITS 0  // 1: every warp has CHUNKS
+#endif
 
 constexpr int UNIT_K = MXFP4 ? 64 : 32, UNIT_CHUNKS = UNIT_K / 32;
 constexpr int UNIT_SIZE = MXFP4 ? UNIT_BYTES : CHUNK_BYTES;
 
 __device__ __forceinline__ int units_of(int cols) { return (cols + UNIT_K - 1) / UNIT_K; }
 
-/* Units of this warp in a tile, at most CHUNKS: they are dealt out in turn. */
+/* Whether a warp has unit u of its CHUNKS at most, which are dealt out in turn. */
+__device__ __forceinline__ bool has_unit(int u, int cols) {
+    return EVEN_UNITS || u * WARPS + warp_index() < units_of(cols);
+}
+
+/* How many it has. */
 __device__ __forceinline__ int own_units(int cols) {
     return (units_of(cols) - warp_index() + WARPS - 1) / WARPS;
 }
 
-/* A warp's part of a tile, in registers. `at` of load: of its first unit, for this lane. */
+/* A lane's part of a unit. `from` is where its first 16 bytes are: in memory, or in the copy of the unit. */
+struct Unit {
 #if MXFP4
-struct Units {
-    uint4 words[CHUNKS];
-    u32 scales[CHUNKS];
-
-    __device__ __forceinline__ void load(int u, const char* at) {
-        const char* unit = at + u * WARPS * UNIT_SIZE;
-        const int lane = lane_index();
-        words[u] = load_stream(unit);
-        scales[u] = load_stream_4(unit + UNIT_SCALES - 16 * lane + lane / 4 * 4);
-    }
-};
-
-/* A scale of four as a factor of two bf16 that are 2^-126 too small: 2^(s - 1), for s <= 128. */
-template <int Which>
-__device__ __forceinline__ u32 factor(u32 scales) {
-    constexpr u32 BOTH = Which == 0 ? 0x4040u : Which == 1 ? 0x4141u : Which == 2 ? 0x4242u : 0x4343u;
-    return permute_bytes(scales, 0, BOTH) * 128 + 0x3f003f00u;  // 0 above the byte
-}
-
-template <int Which>
-__device__ __forceinline__ uint4 widened(u32 top, u32 bottom, u32 factor_top, u32 factor_bottom) {
-    return make_uint4(mul_bf16(e2m1_pair<2 * Which>(top), factor_top),
-                      mul_bf16(e2m1_pair<2 * Which>(bottom), factor_bottom),
-                      mul_bf16(e2m1_pair<2 * Which + 1>(top), factor_top),
-                      mul_bf16(e2m1_pair<2 * Which + 1>(bottom), factor_bottom));
-}
-
-/* 2^(s - 127) twice, of byte `which`. */
-__device__ __forceinline__ u32 power_pair(u32 scales, int which) {
-    const u32 scale = scales >> 8 * which & 0xff;
-    return (scale ? scale << 7 : 0x40u) * 0x10001u;
-}
-
-__device__ __forceinline__ uint4 times(const uint4& a, u32 top, u32 bottom) {
-    return make_uint4(mul_bf16(a.x, top), mul_bf16(a.y, bottom), mul_bf16(a.z, top), mul_bf16(a.w, bottom));
-}
+    uint4 words[1];
+    u32 scales;
 #else
-struct Units {
-    uint4 words[2 * CHUNKS];
+    uint4 words[2];
+#endif
 
-    __device__ __forceinline__ void load(int u, const char* at) {
-        words[2 * u] = load_stream(at + u * WARPS * UNIT_SIZE);
-        words[2 * u + 1] = load_stream(at + u * WARPS * UNIT_SIZE + UNIT_SIZE / 2);
+    __device__ __forceinline__ void load(const char* from) {
+        words[0] = load_stream(from);
+#if MXFP4
+        scales = load_stream_4(from + scales_at());
+#else
+        words[1] = load_stream(from + UNIT_SIZE / 2);
+#endif
+    }
+
+    __device__ __forceinline__ void read(const unsigned char* from) {
+        words[0] = *(const uint4*)from;
+#if MXFP4
+        scales = *(const u32*)(from + scales_at());
+#else
+        words[1] = *(const uint4*)(from + UNIT_SIZE / 2);
+#endif
+    }
+
+    static __device__ __forceinline__ int scales_at() {
+        const int lane = lane_index();
+        return UNIT_SCALES - 16 * lane + lane / 4 * 4;
     }
 };
+
+#if MXFP4
+/* The scales of a chunk as factors of bf16 that are 2^-126 too small, of rows g below and g + 8 above:
+ * 2^(s - 1), for s <= 128. */
+template <int Chunk>
+__device__ __forceinline__ u32 factors(u32 scales) {
+    return permute_bytes(scales, 0, Chunk ? 0x4342 : 0x4140) * 128 + 0x3f003f00u;  // 0 above a byte
+}
+
+/* The same as 2^(s - 127), for all s. */
+__device__ __forceinline__ u32 powers(u32 scales, int chunk) {
+    const u32 top = scales >> 16 * chunk & 0xff, bottom = scales >> 16 * chunk >> 8 & 0xff;
+    return (top ? top << 7 : 0x40u) | (bottom ? bottom << 7 : 0x40u) << 16;
+}
+
+template <int Which>
+__device__ __forceinline__ uint4 widened(u32 top, u32 bottom, u32 factors) {
+    return make_uint4(mul_bf16_by<0>(e2m1_pair<2 * Which>(top), factors),
+                      mul_bf16_by<1>(e2m1_pair<2 * Which>(bottom), factors),
+                      mul_bf16_by<0>(e2m1_pair<2 * Which + 1>(top), factors),
+                      mul_bf16_by<1>(e2m1_pair<2 * Which + 1>(bottom), factors));
+}
+
+/* A chunk of a unit. Of large scales one factor would be more than 2^127: they take two steps. */
+template <int Chunk, int Which>
+__device__ __forceinline__ uint4 numbers(const uint4& words, u32 scales) {
+    const u32 top = Chunk ? words.z : words.x, bottom = Chunk ? words.w : words.y;
+#if LARGE_SCALES
+    const uint4 up = widened<Which>(top, bottom, 0x7e807e80u);  // 2^126
+    const u32 by = powers(scales, Chunk);
+    return make_uint4(mul_bf16_by<0>(up.x, by), mul_bf16_by<1>(up.y, by), mul_bf16_by<0>(up.z, by),
+                      mul_bf16_by<1>(up.w, by));
+#else
+    return widened<Which>(top, bottom, factors<Chunk>(scales));
+#endif
+}
 #endif
 
 /* 16 rows x 32 k times the tokens of up to `count` rows. */
@@ -79,34 +111,14 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[TOKEN_TILES][4], con
     }
 }
 
-/* Unit u times its tokens. */
-__device__ __forceinline__ void multiply(float (&acc)[TOKEN_TILES][4], const Units& a, int u,
+/* A unit times its tokens. */
+__device__ __forceinline__ void multiply(float (&acc)[TOKEN_TILES][4], const Unit& a,
                                          const unsigned char* tokens, int count) {
 #if MXFP4
-    const uint4 v = a.words[u];
-    const u32 scales = a.scales[u];
-    uint4 low, high;
-    // One factor cannot be more than 2^127: larger scales take two steps.
-    const bool is_large = __any_sync(FULL_WARP, (scales & 0x80808080u) != 0);
-    if (!is_large) {
-        const u32 top = factor<0>(scales), bottom = factor<1>(scales);
-        low = widened<0>(v.x, v.y, top, bottom), high = widened<1>(v.x, v.y, top, bottom);
-    } else {
-        const u32 top = power_pair(scales, 0), bottom = power_pair(scales, 1);
-        low = times(widened<0>(v.x, v.y, 0x7e807e80u, 0x7e807e80u), top, bottom);
-        high = times(widened<1>(v.x, v.y, 0x7e807e80u, 0x7e807e80u), top, bottom);
-    }
-    multiply_chunk(acc, low, high, tokens, count);
-    if (!is_large) {
-        const u32 top = factor<2>(scales), bottom = factor<3>(scales);
-        low = widened<0>(v.z, v.w, top, bottom), high = widened<1>(v.z, v.w, top, bottom);
-    } else {
-        const u32 top = power_pair(scales, 2), bottom = power_pair(scales, 3);
-        low = times(widened<0>(v.z, v.w, 0x7e807e80u, 0x7e807e80u), top, bottom);
-        high = times(widened<1>(v.z, v.w, 0x7e807e80u, 0x7e807e80u), top, bottom);
-    }
-    multiply_chunk(acc, low, high, tokens + TOKEN_CHUNK, count);
+    const uint4& v = a.words[0];
+    multiply_chunk(acc, numbers<0, 0>(v, a.scales), numbers<0, 1>(v, a.scales), tokens, count);
+    multiply_chunk(acc, numbers<1, 0>(v, a.scales), numbers<1, 1>(v, a.scales), tokens + TOKEN_CHUNK, count);
 #else
-    multiply_chunk(acc, a.words[2 * u], a.words[2 * u + 1], tokens, count);
+    multiply_chunk(acc, a.words[0], a.words[1], tokens, count);
 #endif
 }

@@ -51,7 +51,7 @@ struct Activate {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(EXPERTS_THREADS, 1)
     experts_up_fast(const u8* w, const bf16* u, const float* bias, const int* expert, const int* first,
                     const int* order, bf16* h, float limit, float alpha, int pairs, int used, int experts_,
                     int ffn, int cols, int range, int span, int room) {

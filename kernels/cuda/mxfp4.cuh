@@ -3,26 +3,29 @@
  * by tiles of 16 rows and units of 64 k, 544 bytes each: lane l = 4g + t has 16 of them, words (chunk 0 row
  * g), (chunk 0 row g + 8), (chunk 1 row g), (chunk 1 row g + 8) of k 8t..8t+7, then come four scales a g, in
  * the order of the words. In a word the even k of a pair are in the lower half, the odd ones in the upper
- * one, and pairs 0 to 2 lie so that a shift by 3j and a mask make them two bf16 (times 2^-126); pair 3 has
- * the bits that are left. Source: OCP Microscaling Formats 1.0; models.md 4. */
+ * one, and bits lie so that a shift and a mask make pairs 0 to 2 two bf16 (times 2^-126); of pair 3 the
+ * mantissa is elsewhere. Source: OCP Microscaling Formats 1.0; models.md 4. */
 #pragma once
 #include "common.cuh"
 
 constexpr int UNIT_BYTES = 544, UNIT_SCALES = 512;
 constexpr u32 PAIR = 0x81c081c0u;  // sign, exponent and mantissa of two bf16
 
-/* A number at its place in half a word, as number j of that half. */
-__device__ __forceinline__ u32 place_e2m1(u32 nibble, int j) {
-    u32 sign = nibble >> 3 & 1, rest = nibble & 7;
-    if (j < 3) return sign << (15 - 3 * j) | rest << (6 - 3 * j);
-    return sign << 10 | rest >> 1 << 13 | (rest & 1) << 11;
+/* Number i of a word at its place. Of pair 2 the signs are in the other number's half. */
+__device__ __forceinline__ u32 place_e2m1(u32 nibble, int i) {
+    const u32 sign = nibble >> 3 & 1, rest = nibble & 7;
+    const int pair = i / 2, half = 16 * (i % 2);
+    if (pair < 2) return (sign << (9 + 4 * pair) | rest << 4 * pair) << half;
+    if (pair == 2) return sign << 3 << (16 - half) | rest << 10 << half;
+    return (sign << 15 | rest >> 1 << 7 | (rest & 1) << 14) << half;
 }
 
 /* Pair j of a packed word as two bf16, times 2^-126. */
 template <int J>
 __device__ __forceinline__ u32 e2m1_pair(u32 word) {
-    if (J < 3) return word << (3 * J) & PAIR;
-    return (word << 5 & 0x80008000u) | (word >> 6 & 0x01800180u) | (word >> 5 & 0x00400040u);
+    if (J < 2) return word << (6 - 4 * J) & PAIR;
+    if (J == 2) return (word >> 4 | word << 28) & PAIR;
+    return (word & 0x81808180u) | (word >> 8 & 0x00400040u);
 }
 
 /* 2^(scale - 127); of scale 0 a subnormal. */

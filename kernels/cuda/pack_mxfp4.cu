@@ -2,17 +2,19 @@
  *         pack.cu: rows 0..7 begin at row 0, rows 8..15 at row `bottom` of a matrix of `each` rows.
  * Grid:   a thread for the 16 numbers of a lane in a unit: tiles * ceil(K/64) * 32 threads, 256 a block; in
  *         y matrices. K is a multiple of 32.
+ *         largest: of all scales, zero before.
  * Moves:  N*K*4.25/8 bytes in and out, once at load.
  * Truth:  oracle_moe.py mxfp4; packed, the products of experts. */
 #include "mxfp4.cuh"
 
-extern "C" __global__ void pack_mxfp4(const u8* blocks, const u8* scales, u8* packed, int top_rows,
-                                      int bottom_rows, int bottom, int stride, int tiles, int cols,
-                                      int each) {
+extern "C" __global__ void pack_mxfp4(const u8* blocks, const u8* scales, u8* packed, u32* largest,
+                                      int top_rows, int bottom_rows, int bottom, int stride, int tiles,
+                                      int cols, int each) {
     const int units = (cols + 63) / 64, chunks = cols / 32;
     const size_t at = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     const int lane = at % 32, unit = at / 32 % units, tile = at / 32 / units;
     if (tile >= tiles) return;
+    u32 most = 0;
     u8* to = packed + (((size_t)blockIdx.y * tiles + tile) * units + unit) * UNIT_BYTES;
 #pragma unroll
     for (int which = 0; which < 4; ++which) {
@@ -22,8 +24,12 @@ extern "C" __global__ void pack_mxfp4(const u8* blocks, const u8* scales, u8* pa
         const u32 from = is_there ? *(const u32*)(blocks + 16 * block + 4 * (lane % 4)) : 0;
         u32 word = 0;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) word |= place_e2m1(from >> 4 * i & 15, i / 2) << 16 * (i % 2);
+        for (int i = 0; i < 8; ++i) word |= place_e2m1(from >> 4 * i & 15, i);
         *(u32*)(to + 16 * lane + 4 * which) = word;
-        if (lane % 4 == which) to[UNIT_SCALES + lane / 4 * 4 + which] = is_there ? scales[block] : 0;
+        if (lane % 4 != which) continue;
+        const u32 scale = is_there ? scales[block] : 0;
+        to[UNIT_SCALES + lane / 4 * 4 + which] = scale;
+        most = max(most, scale);
     }
+    if (most > __ldcg(largest)) atomicMax(largest, most);
 }

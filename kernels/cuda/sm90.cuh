@@ -44,6 +44,23 @@ __device__ __forceinline__ u32 mul_bf16(u32 a, u32 b) {
     return product;
 }
 
+/* The same where b is a number twice: the lower one of `pair` (Half 0) or the upper one. */
+template <int Half>
+__device__ __forceinline__ u32 mul_bf16_by(u32 a, u32 pair) {
+    u32 product;
+    if (Half == 0)
+        asm("{\n .reg .b16 low, high;\n .reg .b32 twice;\n mov.b32 {low, high}, %2;\n"
+            " mov.b32 twice, {low, low};\n mul.rn.bf16x2 %0, %1, twice;\n}"
+            : "=r"(product)
+            : "r"(a), "r"(pair));
+    else
+        asm("{\n .reg .b16 low, high;\n .reg .b32 twice;\n mov.b32 {low, high}, %2;\n"
+            " mov.b32 twice, {high, high};\n mul.rn.bf16x2 %0, %1, twice;\n}"
+            : "=r"(product)
+            : "r"(a), "r"(pair));
+    return product;
+}
+
 /* Byte i is byte number `which >> 4i & 7` of low (0..3) and high (4..7). */
 __device__ __forceinline__ u32 permute_bytes(u32 low, u32 high, u32 which) {
     u32 result;

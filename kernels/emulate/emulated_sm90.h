@@ -27,6 +27,12 @@ inline u32 mul_bf16(u32 a, u32 b) {
     return pack_bf16(high(a << 16) * high(b << 16), high(a) * high(b));
 }
 
+template <int Half>
+u32 mul_bf16_by(u32 a, u32 pair) {
+    const u32 one = pair >> 16 * Half & 0xffff;
+    return mul_bf16(a, one << 16 | one);
+}
+
 inline u32 permute_bytes(u32 low, u32 high, u32 which) {
     u64 all = (u64)high << 32 | low;
     u32 result = 0;

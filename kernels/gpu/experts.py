@@ -5,7 +5,7 @@ K is dealt out over warps is a function of K and the type alone (`choose`), neve
 there.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 
@@ -18,9 +18,11 @@ from .split import CHUNK, SHARED_PER_BLOCK, STATIC
 TOKEN_TILES = 1, 2, 4  # groups of 8 rows that kernels are compiled for
 # k, bytes, and registers a lane of experts_units.cuh's unit
 UNIT = {"bf16": (32, 1024, 8), "mxfp4": (64, 544, 5)}
-MOST_WARPS, MOST_AHEAD = 16, 3  # that stream; tiles on their way
+MOST_WARPS, MOST_AHEAD = 16, 3  # that stream; tiles on their way to registers
+RINGED, MOST_RING = ("mxfp4",), 4  # types whose weights come to a ring in shared memory; its tiles
 OTHERS = 64  # registers of a lane that do not hold weights under way
 IN_FLIGHT = 50000  # bytes of weights a multiprocessor that should be under way at once
+LARGE_SCALE = 129  # of MXFP4: 4; the multiplication of experts_units.cuh then takes two steps
 ORDER_ROOM = 512  # as in experts.cuh
 MOST_EXPERTS, MOST_LISTED = 1024, 256  # of a layer; runs of a block
 MERGED_ROWS = 32  # above, another kernel adds up the rows
@@ -31,7 +33,8 @@ ROUTE_WARPS, ROUTE_ROWS, ROUTE_BLOCKS = 16, 32, 8  # of a block; of a cluster, a
 @dataclass(frozen=True)
 class Cut:
     """warps: that stream a tile, which alone shows in the bits. units: of a warp in a tile. ahead: tiles on
-    their way to registers. finishers: warps that end tiles. asked: tiles asked for in L2 before the wait."""
+    their way to registers, where shared memory has no room. finishers: warps that end tiles. asked: tiles
+    asked for in L2 before the wait."""
 
     warps: int
     units: int
@@ -39,26 +42,35 @@ class Cut:
     finishers: int = 4
     asked: int = 0
 
-    @property
-    def threads(self):
-        return 32 * (self.warps + self.finishers)
+    def threads(self, frame):
+        """Of a block: a ring has a warp that fills it."""
+        return 32 * (self.warps + self.finishers + (frame.ring > 0))
 
-    def shared(self, cols, kind, experts, token_tiles, buffers, sets):
-        """Dynamic shared bytes: sums, plan, order, token rows."""
+    def shared(self, cols, kind, experts, frame):
+        """Dynamic shared bytes: sums, plan, order, token rows, weights."""
         width, _, _ = UNIT[kind]
         chunks = -(-cols // width) * width // CHUNK
-        sums, tokens = sets * self.warps * 512 * token_tiles, buffers * chunks * 512 * token_tiles
-        return sums + 16 * (experts + MOST_LISTED) + 4 * ORDER_ROOM + tokens
+        each = 512 * frame.token_tiles
+        sums, tokens = frame.sets * self.warps * each, frame.buffers * chunks * each
+        plan = 16 * (experts + MOST_LISTED) + 4 * ORDER_ROOM + 128 * (experts // 32 + 1)
+        return sums + plan + tokens + frame.ring * tile_bytes(cols, kind)
+
+
+def tile_bytes(cols, kind):
+    """Of packed weights."""
+    width, size, _ = UNIT[kind]
+    return -(-cols // width) * size
 
 
 @dataclass(frozen=True)
 class Frame:
-    """What a launch of a cut is compiled for: groups of 8 rows; runs whose tokens and tiles whose sums shared
-    memory holds."""
+    """What a launch of a cut is compiled for: groups of 8 rows; runs whose tokens, tiles whose sums and tiles
+    whose weights shared memory holds (ring 0: registers hold them)."""
 
     token_tiles: int
     buffers: int
     sets: int
+    ring: int = 0
 
 
 MEASURED = {}  # (K, type, row) -> Cut
@@ -95,21 +107,42 @@ def frame(cut, cols, kind, experts, rows):
     widest."""
     found = None
     for tiles in TOKEN_TILES:
-        for buffers, sets in ((2, 2), (1, 2), (1, 1)):
-            if cut.shared(cols, kind, experts, tiles, buffers, sets) + STATIC <= SHARED_PER_BLOCK:
-                found = Frame(tiles, buffers, sets)
-                break
+        fitting = frames(cut, cols, kind, experts, tiles)
+        suiting = [shape for shape in fitting if suits(shape, cols, kind)]
+        found = suiting[0] if suiting else found
         if found and 8 * found.token_tiles >= rows:
             break
     return found
 
 
-def defines_of(cut, kind, frame, act=0):
+def frames(cut, cols, kind, experts, token_tiles):
+    """Frames that shared memory holds, best first: those with a ring, as large as there is room for."""
+    found = []
+    for buffers, sets in (2, 2), (1, 2), (1, 1):
+        shape = Frame(token_tiles, buffers, sets)
+        room = SHARED_PER_BLOCK - STATIC - cut.shared(cols, kind, experts, shape)
+        ring = min(room // tile_bytes(cols, kind), MOST_RING, max(cut.finishers, 2))
+        if ring > 0:
+            found.append(replace(shape, ring=ring))
+        if room >= 0:
+            found.append(shape)
+    return sorted(found, key=lambda shape: not shape.ring)
+
+
+def suits(shape, cols, kind):
+    """Whether memory is kept busy by all but the tile that is multiplied. bf16 does better in registers."""
+    under_way = (shape.ring - 1) * tile_bytes(cols, kind)
+    return not shape.ring or (kind in RINGED and (shape.ring == MOST_RING or under_way >= 0.8 * IN_FLIGHT))
+
+
+def defines_of(cut, cols, kind, frame, act=0, has_large_scales=False):
     """-D of a kernel. Of the cut's and the frame's only STREAM_WARPS shows in the bits."""
     return {
         "TOKEN_TILES": frame.token_tiles, "TOKEN_BUFFERS": frame.buffers, "SUM_SETS": frame.sets,
         "STREAM_WARPS": cut.warps, "STEP_CHUNKS": cut.units, "STEPS_AHEAD": cut.ahead,
-        "FINISH_WARPS": cut.finishers, "ASKED_TILES": cut.asked, "MXFP4": int(kind == "mxfp4"), "ACT": act,
+        "FINISH_WARPS": cut.finishers, "ASKED_TILES": cut.asked, "RING_TILES": frame.ring,
+        "EVEN_UNITS": int(-(-cols // UNIT[kind][0]) == cut.warps * cut.units),
+        "MXFP4": int(kind == "mxfp4"), "LARGE_SCALES": int(has_large_scales), "ACT": act,
     }  # fmt: skip
 
 
@@ -159,9 +192,12 @@ def pack(backend, parts, role, experts):
     stored, units = backend.load(parts, np.uint8), -(-cols // width)
     data = backend.empty((experts, tiles, units, size), np.uint8)
     scales = stored[experts * rows * cols // 2 :]
-    args = [stored, scales, data, *sizes, half, stride, tiles, cols, rows]
+    largest = backend.empty((1,), np.uint32)
+    backend.upload(largest, np.zeros(1, np.uint32))
+    args = [stored, scales, data, largest, *sizes, half, stride, tiles, cols, rows]
     backend.launch("pack_mxfp4.cu", "pack_mxfp4", (-(-tiles * units * 32 // 256), experts), 256, 0, args)
-    return Weight((experts, rows, cols), "mxfp4", layout, (data,))
+    is_large = bool(backend.download(largest)[0] >= LARGE_SCALE)
+    return Weight((experts, rows, cols), "mxfp4", layout, (data,), is_large)
 
 
 def _launch(backend, row, w, rows, used, tiles, args, cut=None, act=0):
@@ -173,11 +209,11 @@ def _launch(backend, row, w, rows, used, tiles, args, cut=None, act=0):
     shape = frame(cut, cols, w.dtype, experts, rows)
     if shape is None:
         return False
-    shared = cut.shared(cols, w.dtype, experts, shape.token_tiles, shape.buffers, shape.sets)
+    shared = cut.shared(cols, w.dtype, experts, shape)
     how = dealt(backend.sms, tiles, experts, rows, used, 8 * shape.token_tiles)
     backend.launch(
-        f"{row}_fast.cu", f"{row}_fast", backend.sms, cut.threads, shared, args(how),
-        defines_of(cut, w.dtype, shape, act), dependent=backend.dependent,
+        f"{row}_fast.cu", f"{row}_fast", backend.sms, cut.threads(shape), shared, args(how),
+        defines_of(cut, cols, w.dtype, shape, act, w.has_large_scales), dependent=backend.dependent,
     )  # fmt: skip
     return True
 
@@ -244,7 +280,8 @@ def experts_down(backend, h, w, bias, expert, share, first, order, tap_row, tap_
     if not is_merged:
         kind = w.dtype
         cut = cut or choose(w.cols, kind, "experts_down")
-        defines = defines_of(cut, kind, frame(cut, w.cols, kind, w.shape[0], rows))
+        shape = frame(cut, w.cols, kind, w.shape[0], rows)
+        defines = defines_of(cut, w.cols, kind, shape, has_large_scales=w.has_large_scales)
         sums = [expert, tap_row, x, taps, products, rows, used, w.rows, tap_at, tap_cols]
         blocks = min(-(-tiles * -(-rows // 8) // 4), 16 * backend.sms)
         backend.launch(

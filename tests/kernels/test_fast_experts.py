@@ -137,6 +137,9 @@ CUTS = [
     (experts.Cut(3, 0, 2, 2, 3), experts.Frame(2, 2, 2)),
     (experts.Cut(3, 0, 3, 4, 1), experts.Frame(4, 2, 1)),
     (experts.Cut(3, 0, 4, 3), experts.Frame(1, 2, 2)),
+    (experts.Cut(3, 0, 1, 4), experts.Frame(1, 2, 2, 1)),
+    (experts.Cut(3, 0, 1, 2, 2), experts.Frame(2, 2, 1, 2)),
+    (experts.Cut(3, 0, 1, 4), experts.Frame(1, 1, 2, 4)),
 ]
 
 
@@ -307,29 +310,23 @@ TRUE = {  # K, type, experts and activation of models.md 3 to 5
 @pytest.mark.parametrize("arch", compiler.ARCHES.values())
 @pytest.mark.parametrize("model", TRUE)
 def test_true_shapes_keep_to_registers_and_stream(model, arch, tmp_path):
-    cubins = []
+    cubins, streams = [], []
     for row, (cols, kind, count, act) in TRUE[model].items():
         cut = experts.choose(cols, kind, row)
         for rows in (8, 16, 32):
-            defines = experts.defines_of(cut, kind, experts.frame(cut, cols, kind, count, rows), act)
+            shape = experts.frame(cut, cols, kind, count, rows)
+            defines = experts.defines_of(cut, cols, kind, shape, act)
             cubin, log = compiler.compile_cubin(
                 f"{row}_fast.cu", arch, {name: str(value) for name, value in defines.items()}
             )
             for name, used in compiler.resources(log).items():
                 assert (used.stack, used.spill_stores, used.spill_loads) == (0, 0, 0), f"{name}: {defines}"
             cubins.append((f"{row}_fast", cubin))
-    wanted = [
-        "LDG.E 128 NA LTC256B CONSTANT",
-        "HMMA.16816.F32.BF16",
-        "LDS 128",
-        "SYNCS",
-        "LDGSTS",
-        "ACQBULK",
-        "PREEXIT",
-    ]
+            streams.append("LDGSTS.E 128 LTC256B" if shape.ring else "LDG.E 128 NA LTC256B CONSTANT")
+    wanted = ["HMMA.16816.F32.BF16", "LDS 128", "SYNCS", "LDGSTS", "ACQBULK", "PREEXIT"]
     found = disassemble_all([cubin for _, cubin in cubins], tmp_path)
-    for (name, _), kernels in zip(cubins, found, strict=True):
-        assert_instructions(kernels[name], wanted)
+    for (name, _), kernels, stream in zip(cubins, found, streams, strict=True):
+        assert_instructions(kernels[name], [stream, *wanted])
 
 
 @needs_nvrtc
