@@ -35,7 +35,7 @@ from . import COUNTERS, attend_fast, experts, plain, split
 PAIRED = "packed pairs"  # a tile holds 8 gate rows and the 8 up rows that go with them
 
 
-def run(backend, row, args):
+def take(backend, row, args):
     """True if a fast variant of `row` took the call."""
     function = FAST.get(row)
     return function is not None and bool(function(backend, *args))
