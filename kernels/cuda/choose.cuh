@@ -10,6 +10,8 @@ __device__ __forceinline__ int key_of(float x) {
 
 __device__ __forceinline__ float value_of(int key) { return __int_as_float(key ^ (key >> 31 & 0x7fffffff)); }
 
+constexpr int KEPT_KEYS = 4;  // that a lane has in registers
+
 struct Choice {
     int id;
     float share;
@@ -21,13 +23,18 @@ __device__ __forceinline__ Choice choose(const float* logits, int E, int U, bool
     constexpr int LEAST = -0x7fffffff - 1, MOST = 0x7fffffff;
     const int lane = lane_index();
     int taken = MOST, taken_id = -1, key, id;
+    int kept[KEPT_KEYS];  // this lane's first ones
+#pragma unroll
+    for (int i = 0; i < KEPT_KEYS; ++i) kept[i] = lane + 32 * i < E ? key_of(logits[lane + 32 * i]) : LEAST;
     auto look = [&] {  // this lane's next one, of experts lane, lane + 32, ...
         key = LEAST, id = MOST;
-        for (int e = lane; e < E; e += 32) {
-            const int other = key_of(logits[e]);
+        auto meet = [&](int other, int e) {
             const bool is_left = other < taken || (other == taken && e > taken_id);
             if (is_left && other > key) key = other, id = e;
-        }
+        };
+#pragma unroll
+        for (int i = 0; i < KEPT_KEYS; ++i) meet(kept[i], lane + 32 * i);
+        for (int e = lane + 32 * KEPT_KEYS; e < E; e += 32) meet(key_of(logits[e]), e);
     };
     look();
     Choice mine{-1, 0.f};

@@ -229,8 +229,12 @@ struct Stream {
             if (has_unit(u, cols)) {
                 if (RING) a[S][u].read(weights + u * WARPS * UNIT_SIZE);
                 multiply(acc, a[S][u], tokens + u * WARPS * UNIT_CHUNKS * TOKEN_CHUNK, count);
-                if (is_asked) a[S][u].load(next.at + u * WARPS * UNIT_SIZE);
             }
+        // Not a unit at a time: all loads have one scoreboard, and to wait for a unit would be to wait for
+        // what was asked for just now.
+#pragma unroll
+        for (int u = 0; u < CHUNKS; ++u)
+            if (is_asked && has_unit(u, cols)) a[S][u].load(next.at + u * WARPS * UNIT_SIZE);
         if (is_asked) advance();
         if (RING && ++slot == RING) slot = 0, phase ^= 1;
         give_sums(acc, ordinal++, count, places.sums, barriers);

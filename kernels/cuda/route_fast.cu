@@ -16,9 +16,12 @@
 constexpr int KEPT = KEPT_CHUNKS, ROUTE_THREADS = 32 * WARPS;
 constexpr int LAID_CHUNK = TOKEN_CHUNK + 64;  // bytes: rows are laid without bank conflicts
 constexpr int MOST_EACH = 32;                 // rows of a cluster: a word has a bit for each
+constexpr int PARTS = 16, AT_ONCE = 4;        // of a row's squares; that are asked for at once
+static_assert(MOST_ROWS <= WARPS && WARPS == PARTS, "a warp or more for each row");
 
 struct Places {
     float2* sums;           // [WARPS][UNITS][32]
+    float* squares;         // [WARPS][32], before the sums
     float* logits;          // [MOST_EACH][16 * tiles]
     u32* rows_of;           // [E]: which rows chose an expert
     int *starts, *chosen;   // [E + 1]; [MOST_EACH * 32]
@@ -27,7 +30,7 @@ struct Places {
     unsigned char* tokens;  // [chunks] LAID_CHUNK
 
     __device__ __forceinline__ Places(unsigned char* dynamic, int tiles, int chunks) {
-        sums = (float2*)dynamic;
+        sums = (float2*)dynamic, squares = (float*)dynamic;
         logits = (float*)(sums + WARPS * UNITS * 32);
         rows_of = (u32*)(logits + MOST_EACH * 16 * tiles);
         starts = (int*)(rows_of + 16 * tiles);
@@ -43,36 +46,87 @@ __device__ __forceinline__ uint4* laid(unsigned char* tokens, int row, int piece
     return (uint4*)(tokens + piece / 4 * LAID_CHUNK + row / 8 * 512 + (row % 8 * 4 + piece % 4) * 16);
 }
 
-/* By a warp: row `row` of the group, to shared memory and, if it is this block's, to u. from null: no such
- * row. An inactive one is zeros; its position comes while its numbers do. cols is a multiple of 8. */
-__device__ __forceinline__ void norm_row(const Places& places, int row, const bf16* from, const int* pos,
-                                         bf16* to, int cols, float eps) {
-    const int pieces = (cols + 31) / 32 * 4, position = from ? *pos : -1;
-    float sum = 0.f;
-#pragma unroll 8
-    for (int piece = lane_index(); piece < pieces; piece += 32) {
-        uint4 v{};
-        if (from && 8 * piece < cols) v = *(const uint4*)(from + 8 * piece);
-        scale_pair(v.x, 1.f, 1.f, sum), scale_pair(v.y, 1.f, 1.f, sum);
-        scale_pair(v.z, 1.f, 1.f, sum), scale_pair(v.w, 1.f, 1.f, sum);
-        *laid(places.tokens, row, piece) = v;
+/* Parts 0 and 1, 2 and 3, ..., then pairs of them, ... */
+template <int Parts>
+__device__ __forceinline__ float folded(const float (&sums)[Parts]) {
+    if constexpr (Parts == 1) {
+        return sums[0];
+    } else {
+        float half[Parts / 2];
+#pragma unroll
+        for (int i = 0; i < Parts / 2; ++i) half[i] = sums[2 * i] + sums[2 * i + 1];
+        return folded(half);
     }
-    const float r = rsqrtf(warp_sum(sum) / cols + eps);
-#pragma unroll 4
-    for (int piece = lane_index(); piece < pieces; piece += 32) {  // each lane what it wrote itself
-        const float4 a = *(const float4*)(places.norm + 8 * piece),
-                     b = *(const float4*)(places.norm + 8 * piece + 4);
-        uint4* at = laid(places.tokens, row, piece);
+}
+
+/* A row of the group as warps make it that have 1 << bits parts each, of which this is number `mine`: to
+ * shared memory and, if it is this block's, to u. cols is a multiple of 8. Squares are added up 8 numbers a
+ * lane, then by a tree over PARTS and one over lanes: the same one however many warps there are. */
+struct NormRow {
+    const Places& places;
+    const bf16* from;
+    bf16* to;  // or null
+    int row, bits, mine, cols, position;
+
+    __device__ __forceinline__ int pieces() const { return (cols + 31) / 32 * 4; }
+
+    __device__ __forceinline__ bool has(int part) const { return part >> bits == mine; }
+
+    /* Its squares of this warp's parts, a lane's; many numbers are asked for at once. */
+    __device__ __forceinline__ float bring() const {
+        float sums[PARTS] = {};
+        for (int first = lane_index(); first < pieces(); first += 32 * PARTS)
+#pragma unroll
+            for (int begin = 0; begin < PARTS; begin += AT_ONCE) {
+                uint4 v[AT_ONCE];
+#pragma unroll
+                for (int i = 0; i < AT_ONCE; ++i) {
+                    const int piece = first + 32 * (begin + i);
+                    v[i] = uint4{};
+                    if (has(begin + i) && 8 * piece < cols) v[i] = *(const uint4*)(from + 8 * piece);
+                }
+#pragma unroll
+                for (int i = 0; i < AT_ONCE; ++i) {
+                    const int piece = first + 32 * (begin + i);
+                    float& sum = sums[begin + i];
+                    if (!has(begin + i) || piece >= pieces()) continue;
+                    *laid(places.tokens, row, piece) = v[i];
+                    scale_pair(v[i].x, 1.f, 1.f, sum), scale_pair(v[i].y, 1.f, 1.f, sum);
+                    scale_pair(v[i].z, 1.f, 1.f, sum), scale_pair(v[i].w, 1.f, 1.f, sum);
+                }
+            }
+        return folded(sums);  // a part that is another warp's is 0
+    }
+
+    /* With what all warps of the row brought. An inactive row is zeros. */
+    __device__ __forceinline__ void scale(float eps) const {
+        float sums[PARTS];
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part)
+            sums[part] = part < PARTS >> bits
+                             ? places.squares[32 * ((row * PARTS >> bits) + part) + lane_index()]
+                             : 0.f;
+        const float r = rsqrtf(warp_sum(folded(sums)) / cols + eps);
         auto both = [r](u32 pair, float low, float high) {
             return pack_bf16(low * (low_f32(pair) * r), high * (high_f32(pair) * r));
         };
-        uint4 v = *at;
-        v = make_uint4(both(v.x, a.x, a.y), both(v.y, a.z, a.w), both(v.z, b.x, b.y), both(v.w, b.z, b.w));
-        if (position < 0) v = make_uint4(0, 0, 0, 0);
-        *at = v;
-        if (to && 8 * piece < cols) *(uint4*)(to + 8 * piece) = v;
+        for (int first = lane_index(); first < pieces(); first += 32 * PARTS)
+#pragma unroll 4
+            for (int part = mine << bits; has(part); ++part) {
+                const int piece = first + 32 * part;
+                if (piece >= pieces()) break;
+                const float4 a = *(const float4*)(places.norm + 8 * piece),
+                             b = *(const float4*)(places.norm + 8 * piece + 4);
+                uint4* at = laid(places.tokens, row, piece);  // what this lane wrote itself
+                uint4 v = *at;
+                v = make_uint4(both(v.x, a.x, a.y), both(v.y, a.z, a.w), both(v.z, b.x, b.y),
+                               both(v.w, b.z, b.w));
+                if (position < 0) v = make_uint4(0, 0, 0, 0);
+                *at = v;
+                if (to && 8 * piece < cols) *(uint4*)(to + 8 * piece) = v;
+            }
     }
-}
+};
 
 /* The weights of chunks first, first + 1, ... of this warp's. */
 __device__ __forceinline__ void load_kept(uint4 (&a)[2 * KEPT], const u16* w, int tile, int chunks,
@@ -101,23 +155,22 @@ __device__ __forceinline__ void multiply_kept(float (&acc)[TOKEN_TILES][4], cons
     }
 }
 
-/* Sums of the warps, plus bias, to the first block: a thread four experts of a row. */
+/* Sums of the warps, plus bias, to the first block: a thread an expert of a row, four of them a store. */
 __device__ __forceinline__ void send_logits(const Places& places, int tile, int group, int tiles,
                                             u64* arrived) {
-    for (int i = threadIdx.x; i < 4 * MOST_ROWS; i += ROUTE_THREADS) {
-        const int row = i / 4, quarter = i % 4;
-        float v[4];
+    for (int i = threadIdx.x; i < 16 * MOST_ROWS; i += ROUTE_THREADS) {
+        const int row = i / 16, e = i % 16;
+        const int lane = e % 8 * 4 + row % 8 / 2, unit = 2 * (row / 8) + row % 2;
+        const float* from = (const float*)(places.sums + unit * 32 + lane) + e / 8;
+        float v = from[0];
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const int lane = (4 * quarter + j) % 8 * 4 + row % 8 / 2, unit = 2 * (row / 8) + row % 2;
-            const float* from = (const float*)(places.sums + unit * 32 + lane) + quarter / 2;
-            float sum = from[0];
-#pragma unroll
-            for (int warp = 1; warp < WARPS; ++warp) sum += from[warp * UNITS * 64];
-            v[j] = sum + places.bias[16 * tile + 4 * quarter + j];
-        }
-        float* to = places.logits + (group + row) * 16 * tiles + 16 * tile + 4 * quarter;
-        store_async(cluster_address(to, 0), make_float4(v[0], v[1], v[2], v[3]), cluster_address(arrived, 0));
+        for (int warp = 1; warp < WARPS; ++warp) v += from[warp * UNITS * 64];
+        v += places.bias[16 * tile + e];
+        const float4 four = make_float4(v, __shfl_down_sync(FULL_WARP, v, 1),
+                                        __shfl_down_sync(FULL_WARP, v, 2), __shfl_down_sync(FULL_WARP, v, 3));
+        if (e % 4) continue;
+        float* to = places.logits + (group + row) * 16 * tiles + 16 * tile + e;
+        store_async(cluster_address(to, 0), four, cluster_address(arrived, 0));
     }
 }
 
@@ -144,7 +197,7 @@ __device__ __forceinline__ void make_groups(const Places& places, int* first, in
             at += __popc(places.rows_of[e]);
         }
         if (lane == 31) first[E] = places.starts[E] = upto;
-        if (lane == 0) *touched += active;
+        if (lane == 0) atomicAdd(touched, active);
     }
     __syncthreads();
     for (int r = threadIdx.x; r < rows * U; r += ROUTE_THREADS) {
@@ -169,6 +222,8 @@ extern "C" __global__ void __launch_bounds__(ROUTE_THREADS, 1)
     uint4 a[2 * KEPT];
     if (rank < tiles) load_kept(a, w, rank, chunks, 0);
     for (int k = threadIdx.x; k < 32 * chunks; k += ROUTE_THREADS) places.norm[k] = k < cols ? norm[k] : 0.f;
+    for (int i = threadIdx.x; i < chunks * LAID_CHUNK / 16; i += ROUTE_THREADS)
+        ((uint4*)places.tokens)[i] = uint4{};  // rows that are not there
     for (int e = threadIdx.x; e < 16 * tiles; e += ROUTE_THREADS)
         places.rows_of[e] = 0, places.bias[e] = bias && e < E ? bias[e] : 0.f;
     if (threadIdx.x == 0) {
@@ -182,12 +237,22 @@ extern "C" __global__ void __launch_bounds__(ROUTE_THREADS, 1)
     cluster_wait();  // the first block's barrier is there
     griddep_wait();
     for (int group = 0; group < count; group += MOST_ROWS) {
-        for (int row = warp_index(); row < MOST_ROWS; row += WARPS) {
-            const int t = begin + group + row;
-            const bool is_row = group + row < count;
-            norm_row(places, row, is_row ? x + (size_t)t * cols : nullptr, pos + t,
-                     is_row && t % blocks == rank ? u + (size_t)t * cols : nullptr, cols, eps);
-        }
+        const int here = min(MOST_ROWS, count - group);
+        int bits = 0;  // as many warps a row as there are
+        while (here * PARTS >> bits > WARPS) ++bits;
+        const int row = warp_index() << bits >> 4, t = begin + group + row;
+        const bool is_row = row < here;
+        const NormRow made{places,
+                           x + (size_t)t * cols,
+                           t % blocks == rank ? u + (size_t)t * cols : nullptr,
+                           row,
+                           bits,
+                           warp_index() & (PARTS >> bits) - 1,
+                           cols,
+                           is_row ? pos[t] : -1};
+        if (is_row) places.squares[threadIdx.x] = made.bring();
+        __syncthreads();
+        if (is_row) made.scale(eps);
         __syncthreads();
         for (int tile = rank; tile < tiles; tile += blocks) {
             float acc[TOKEN_TILES][4] = {};
@@ -207,12 +272,20 @@ extern "C" __global__ void __launch_bounds__(ROUTE_THREADS, 1)
         }
     }
     if (rank > 0) return;
+    int position[MOST_EACH / WARPS];
+#pragma unroll
+    for (int i = 0; i < MOST_EACH / WARPS; ++i) {
+        const int row = warp_index() + i * WARPS;
+        position[i] = row < count ? pos[begin + row] : -1;
+    }
     mbarrier_wait_cluster(&arrived, 0);
     __syncwarp();
-    for (int row = warp_index(); row < count; row += WARPS) {
-        const int t = begin + row, lane = lane_index();
+#pragma unroll
+    for (int i = 0; i < MOST_EACH / WARPS; ++i) {
+        const int row = warp_index() + i * WARPS, t = begin + row, lane = lane_index();
+        if (row >= count) break;
         Choice choice{-1, 0.f};
-        if (pos[t] >= 0) choice = choose(places.logits + row * 16 * tiles, E, U, normalise);
+        if (position[i] >= 0) choice = choose(places.logits + row * 16 * tiles, E, U, normalise);
         if (lane >= U) continue;
         expert[(size_t)t * U + lane] = choice.id, share[(size_t)t * U + lane] = choice.share;
         places.chosen[row * U + lane] = choice.id;
