@@ -84,6 +84,8 @@ def test_distinct_experts_of_a_round_are_counted(ops):
 
     def watched(*args):
         route(*args)
+        if getattr(backend, "is_preparing", False):  # a graph is being prepared: nothing ran
+            return
         seen.append(len(set(backend.download(args[10]).reshape(-1).tolist()) - {-1}))
 
     backend.route = watched
