@@ -71,7 +71,7 @@ def test_f101_what_a_backend_says_it_loses_is_refused_in_the_child_only(tmp_path
     assert md.generate(engine, P, max_tokens=2).tokens == [20, 20]
     monkeypatch.setattr(fork, "_lost", {"CUDA"})  # what a child finds
     s = engine.state
-    row = s.drafts, s.choice[:1], s.stop, s.start, s.anchor, s.fresh, s.left, s.done, s.record
+    row = s.drafts, s.choice[:1], s.stop, s.start, s.anchor, s.fresh, s.left, s.done, s.record, s.kept
     for call in (
         lambda: md.generate(engine, P), lambda: fork.started("CUDA"), lambda: engine.ops.accept(*row)
     ):  # fmt: skip

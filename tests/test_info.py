@@ -87,7 +87,7 @@ def test_verify_passes_and_a_wrong_kernel_fails(mdf, pair, tmp_path, monkeypatch
     assert out.count("drafted == plain") == 3
     from minidflash.kernels import oracle
 
-    monkeypatch.setattr(oracle, "silu", lambda z: z)
+    monkeypatch.setitem(oracle.GATES, oracle.SILU, lambda z: z)
     code, out, _ = mdf(*argv, "-q")
     assert code == 1
     assert "FAILED  gate_up == oracle (numba): h is off by" in out

@@ -13,6 +13,7 @@ import pytest
 
 import minidflash as md
 from minidflash.errors import UserError
+from minidflash.kernels.record import EMITTED, TOKENS
 from tests.golden_files import golden
 from tests.random_pair import write_random
 from tests.replay import Replay, check_plan, histogram, proposing
@@ -229,9 +230,9 @@ def one_too_many(accept):
 def not_cropped(accept):
     """Accept after which the caches keep the rejected rows: the next round starts behind them."""
 
-    def broken(drafts, choice, stop, start, anchor, fresh, left, done, record):
+    def broken(drafts, choice, stop, start, *rest):
         before = int(start[0])
-        accept(drafts, choice, stop, start, anchor, fresh, left, done, record)
+        accept(drafts, choice, stop, start, *rest)
         start[0] = before + len(choice)
 
     return broken
@@ -240,10 +241,10 @@ def not_cropped(accept):
 def repeats_the_last(accept):
     """Accept whose anchor is the token before the last one."""
 
-    def broken(drafts, choice, stop, start, anchor, fresh, left, done, record):
-        accept(drafts, choice, stop, start, anchor, fresh, left, done, record)
-        if record[0, 0] > 1:
-            anchor[0] = record[0, 1 + record[0, 0]]
+    def broken(drafts, choice, stop, start, anchor, fresh, left, done, record, kept):
+        accept(drafts, choice, stop, start, anchor, fresh, left, done, record, kept)
+        if record[0, EMITTED] > 1:
+            anchor[0] = record[0, TOKENS + record[0, EMITTED] - 2]
 
     return broken
 
