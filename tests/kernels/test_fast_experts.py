@@ -33,7 +33,9 @@ TYPES = pytest.mark.parametrize("weights", ["bf16", "mxfp4"])
 
 @on_gpu_backends
 @pytest.mark.parametrize("bias, normalise", [(False, 1), (True, 0)])
-@pytest.mark.parametrize("T, E, U, D", [*test_route.SHAPES, (16, 128, 8, 2048), (20, 300, 8, 104)])
+@pytest.mark.parametrize(
+    "T, E, U, D", [*test_route.SHAPES, (16, 128, 8, 2048), (20, 300, 8, 104), (2, 20, 3, 4360)]
+)
 def test_route_matches_oracle(ops, rng, T, E, U, D, bias, normalise):
     case, size = test_route.make(ops, rng, T, E, U, -(-D // 8) * 8, "bf16", bias, normalise)
     test_route.assert_routed(fast_run(ops, "route", case, **size), case, U, E)
@@ -78,7 +80,7 @@ def test_route_has_its_eps(ops, rng):
 
 
 @on_gpu_backends
-@pytest.mark.parametrize("T, E, U, D", [(9, 20, 4, 120), (33, 128, 8, 64)])
+@pytest.mark.parametrize("T, E, U, D", [(9, 20, 4, 120), (33, 128, 8, 64), (9, 20, 4, 1160)])
 def test_a_routed_rows_bits_are_its_own(ops, rng, T, E, U, D):
     test_route.test_a_rows_bits_are_its_own(Fast(ops, "route"), rng, T, E, U, D)
     assert ops.backend.variants["route"] == "fast"
@@ -322,7 +324,7 @@ def test_true_shapes_keep_to_registers_and_stream(model, arch, tmp_path):
             for name, used in compiler.resources(log).items():
                 assert (used.stack, used.spill_stores, used.spill_loads) == (0, 0, 0), f"{name}: {defines}"
             cubins.append((f"{row}_fast", cubin))
-            streams.append("LDGSTS.E 128 LTC256B" if shape.ring else "LDG.E 128 NA LTC256B CONSTANT")
+            streams.append("UBLKCP" if shape.ring else "LDG.E 128 NA LTC256B CONSTANT")
     wanted = ["HMMA.16816.F32.BF16", "LDS 128", "SYNCS", "LDGSTS", "ACQBULK", "PREEXIT"]
     found = disassemble_all([cubin for _, cubin in cubins], tmp_path)
     for (name, _), kernels, stream in zip(cubins, found, streams, strict=True):
