@@ -37,6 +37,8 @@ PARTS = {
         "tests/test_invariance.py",
         "tests/test_lossless.py",
         "tests/test_true_shape.py",
+        "tests/test_mixtures.py",
+        "tests/test_carried.py",
     ],
     "sampling": ["tests/test_sampling*.py"],
 }

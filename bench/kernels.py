@@ -24,6 +24,7 @@ import record
 import torch
 from minidflash.kernels.gpu import fast, split
 from minidflash.kernels.sizes import SIZES
+from minidflash.kernels.table import SILU
 from minidflash.kernels.weight import Weight
 from over_torch import copy_gb_s, timed
 
@@ -92,7 +93,7 @@ def calls(bench, model, rows):
 
     ways = {
         "qkv": qkv, "o": o, "down": down, "inject": inject,
-        "gate_up": lambda i: fast.gate_up(bench, x, norm, eps, wg[i % len(wg)], work, h),
+        "gate_up": lambda i: fast.gate_up(bench, x, norm, eps, SILU, wg[i % len(wg)], work, h),
         "head": lambda i: fast.head(bench, x, pick, norm, eps, wh[i % len(wh)], m.V, ids, work),
         "fuse": lambda i: fast.fuse(bench, tapped, wf[i % len(wf)], norm, eps, work, features),
     }  # fmt: skip

@@ -1,16 +1,16 @@
 """Loading: a safetensors checkpoint of true Qwen3-8B shape from the page cache to packed GPU memory.
 
-    python bench/load.py [--rings WAY:MB:THREADS:BUFFERS ...] [--alone N] [--folder F] [--layers N]
+    python bench/load.py [--rings MB:THREADS:BUFFERS ...] [--alone N] [--folder F] [--layers N]
 
 In one call: the rate of pinned memory to the device; of threads that read the files into such buffers,
 without a device; of the engine's own path (engine.build: read, copy, pack, allocation of both sides
-included). Rings take turns: the loop that files go through (kernels/gpu/staging.py: compiled, or Python's),
-its pieces, threads, and buffers of a thread. One load comes before, in which kernels are compiled. --alone:
-so many loads of each ring in processes of their own, from before the backend is opened: what a user waits
-for. With an H100 45 s at most, of which the files' writing takes 10, and 3 s more for each that is alone.
-Writes bench/results/NAME.json, or into $OUT. Both ways side by side:
+included). Rings take turns: the size of pieces, threads, and buffers of a thread (kernels/gpu/staging.py).
+One load comes before, in which kernels are compiled. --alone: so many loads of each ring in processes of
+their own, from before the backend is opened: what a user waits for. With an H100 45 s at most, of which the
+files' writing takes 10, and 3 s more for each that is alone. Writes bench/results/NAME.json, or into $OUT.
+Several rings side by side:
 
-    python bench/load.py --rings compiled:4:12:2 python:{4,8,16}:12:2 python:8:16:2 --alone 3 --name load-ways
+    python bench/load.py --rings {4,8,16}:12:2 8:16:2 --alone 3 --name load-rings
 """
 
 import argparse
@@ -45,8 +45,7 @@ from minidflash.rope import rope_tables
 
 SHARD = 4 << 30  # bytes a file, about what such checkpoints have
 POOL = 64 << 20  # random bytes that are written again and again
-WAYS = "python", "compiled"
-USUAL = f"{WAYS[staging.IS_COMPILED]}:{staging.PIECE >> 20}:{staging.THREADS}:{staging.BUFFERS}"
+USUAL = f"{staging.PIECE >> 20}:{staging.THREADS}:{staging.BUFFERS}"
 
 
 def write_checkpoint(folder, config):
@@ -158,7 +157,7 @@ def main():
     parser.add_argument("--repeat", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=40, help="no further repeat after this long")
     parser.add_argument("--name", default="load", help="of the JSON")
-    parser.add_argument("--rings", nargs="+", default=[USUAL], metavar="WAY:MB:THREADS:BUFFERS")
+    parser.add_argument("--rings", nargs="+", default=[USUAL], metavar="MB:THREADS:BUFFERS")
     parser.add_argument("--alone", type=int, default=0, metavar="N", help="loads in processes of their own")
     parser.add_argument(
         "--checkpoint", type=Path, help="load this one once, with the first ring; print the seconds"
@@ -182,10 +181,8 @@ def main():
 
 def use(ring):
     """Stage files so from the next backend on. Returns the bytes of a piece and the threads."""
-    way, *sizes = ring.split(":")
-    piece, staging.THREADS, staging.BUFFERS = map(int, sizes)
-    staging.IS_COMPILED, staging.PIECE = bool(WAYS.index(way)), piece << 20
-    staging.RUN = max(1, 8 // piece)
+    piece, staging.THREADS, staging.BUFFERS = map(int, ring.split(":"))
+    staging.PIECE = piece << 20
     return staging.PIECE, staging.THREADS
 
 
@@ -243,9 +240,9 @@ def measure(ops, config, folder, args):
     found["loads"] = []
     for ring in rings:
         rate = size / median(seconds[ring])
-        way, piece, threads, buffers = ring.split(":")
+        piece, threads, buffers = map(int, ring.split(":"))
         one = {
-            "way": way, "piece_mb": int(piece), "threads": int(threads), "buffers": int(buffers),
+            "piece_mb": piece, "threads": threads, "buffers": buffers,
             "read_gb_per_s": round(median(read[ring]) / 1e9, 2), "gb_per_s": round(rate / 1e9, 2),
             "seconds": [round(s, 3) for s in seconds[ring]],
         }  # fmt: skip

@@ -25,6 +25,7 @@ import record
 import torch
 from minidflash.kernels.gpu import fast, prefill
 from minidflash.kernels.sizes import SIZES
+from minidflash.kernels.table import SILU
 from minidflash.kernels.weight import Weight
 from over_torch import Backend, Buffer, copy_gb_s, timed
 
@@ -93,7 +94,7 @@ class Bench:
         x, h = Buffer(self.tokens[: rows * D].view(rows, D)), Buffer(self.x[: rows * F].view(rows, F))
 
         def gate_up(w):
-            assert prefill.gate_up(self.backend, x, norm, 1e-6, w, work, h)
+            assert prefill.gate_up(self.backend, x, norm, 1e-6, SILU, w, work, h)
 
         def qkv(w):
             laid, scale, y = prefill.tokens(self.backend, x, norm, 1e-6, work)

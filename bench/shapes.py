@@ -59,8 +59,8 @@ def configs(shape, positions):
     if m.E:
         gpt_oss = {"normalise": True, "limit": 7.0, "alpha": 1.702, "bias": True} if m.bias else {}
         layout = "mxfp4" if m.experts == "mxfp4" else "separate"
-        facts |= {"ffn": "experts", "sinks": m.bias}
-        facts["experts"] = Experts(m.E, m.U, CLAMPED if m.bias else SILU, layout, **gpt_oss)
+        facts |= {"ffn": "experts", "sinks": m.bias, "act": CLAMPED if m.bias else SILU}
+        facts["experts"] = Experts(m.E, m.U, layout, **gpt_oss)
     own = tuple(Layer(m.H, m.G, m.K, m.F, window=window, **facts) for window in m.windows)
     drafting = Layer(d.H, d.G, d.K, d.F, causal=False, scale=d.K**-0.5, qk_norm=True, attention_bias=m.bias)
     shared = {"width": m.D, "ropes": (Rope(m.theta),), "eps": 1e-6, "vocab": m.V, "max_positions": positions}

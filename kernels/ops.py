@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from .fork import refuse_lost
-from .table import ROWS
+from .table import ALLOWED, ROWS
 from .weight import Weight
 
 PREFILL_CHUNK = 256  # prompt tokens in one pass, where a backend has no number of its own
@@ -118,6 +118,8 @@ def check(row, args, activations):
         elif spec.dims is None:
             if not isinstance(value, (int, float, np.integer, np.floating)):
                 raise TypeError(f"{where} must be a number, not {type(value).__name__}")
+            if value not in ALLOWED.get((row.name, spec.name), (value,)):
+                raise ValueError(f"{where} is {value}, needed one of {ALLOWED[row.name, spec.name]}")
         else:
             want = storage(activations) if spec.type == "A" else DTYPES[spec.type]
             if getattr(value, "dtype", None) != want:

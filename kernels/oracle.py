@@ -10,6 +10,7 @@ of integers: oracle_control.py.
 import numpy as np
 
 from .oracle_control import accept, stage, stage_context  # noqa: F401 rows of the table too
+from .table import GELU_TANH, SILU
 
 # ---- plain equations ---------------------------------------------------------------------------------------
 
@@ -77,6 +78,14 @@ def softmax_attend(q, k, v, scale, sink=None):
 def silu(z):
     """z * sigmoid(z)."""
     return z / (1.0 + np.exp(-z))
+
+
+def gelu_tanh(z):
+    """0.5 z (1 + tanh(sqrt(2/pi) (z + 0.044715 z^3))). Source: models.md 5."""
+    return 0.5 * z * (1.0 + np.tanh(np.sqrt(2.0 / np.pi) * (z + 0.044715 * z**3)))
+
+
+GATES = {SILU: silu, GELU_TANH: gelu_tanh}  # act -> what becomes of a gate
 
 
 def key_range(pos, begin, end, window, causal):
@@ -156,14 +165,14 @@ def linear_add(a, w, bias, norm, eps, scale, tap_row, tap_at, x, taps, work):
             taps[tap_row[t], tap_at : tap_at + x.shape[1]] = x[t]
 
 
-def gate_up(x, norm, eps, w, work):
-    """h = silu(Wg n(x)) * (Wu n(x)), (T, F); w holds gate rows, then up rows. norm None: of x itself."""
-    return np.stack([_swiglu(product(normed(real(row), norm, eps), matrix(w))) for row in x])
+def gate_up(x, norm, eps, act, w, work):
+    """h = act(Wg n(x)) * (Wu n(x)), (T, F); w holds gate rows, then up rows. norm None: of x itself."""
+    return np.stack([_gated(product(normed(real(row), norm, eps), matrix(w)), act) for row in x])
 
 
-def _swiglu(y):
+def _gated(y, act):
     gate, up = y.reshape(2, -1)
-    return silu(gate) * up
+    return GATES[act](gate) * up
 
 
 def head(x, pick, norm, eps, w, limit, ids, work):

@@ -22,7 +22,7 @@ FUSED = {
     "attend": "q k^T -> softmax, a sink in it -> p v, keys cut at absolute multiples of 144, merged in order",
     "linear": "product -> bias",
     "linear_add": "product -> bias, residual -> tap",
-    "gate_up": "norm -> gate, up -> SwiGLU",
+    "gate_up": "norm -> gate, up -> activation",
     "route": "norm -> router -> likeliest experts, shares -> groups",
     "experts_up": "gather by expert -> gate, up -> bias, activation",
     "experts_down": "product -> bias, share, sum over experts, residual -> tap",

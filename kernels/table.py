@@ -31,7 +31,7 @@ TABLE = {
     "linear": "a:A[T,F] w:W[D,F] bias:f32[D]? &work:f32[Z] -> y:A[T,D]",
     "linear_add": "a:A[T,F] w:W[D,F] bias:f32[D]? norm:f32[D]? eps:f32 scale:f32[1]? tap_row:i32[T]? "
     "tap_at:i32 &x:A[T,D] &taps:A[R,C]? &work:f32[Z]",
-    "gate_up": "x:A[T,D] norm:f32[D]? eps:f32 w:W[2*F,D] &work:f32[Z] -> h:A[T,F]",
+    "gate_up": "x:A[T,D] norm:f32[D]? eps:f32 act:i32 w:W[2*F,D] &work:f32[Z] -> h:A[T,F]",
     "route": "x:A[T,D] norm:f32[D] eps:f32 w:W[E,D] bias:f32[E]? normalise:i32 pos:i32[T] &touched:i32[1] "
     "&work:f32[Z] -> u:A[T,D] expert:i32[T,U] share:f32[T,U] first:i32[E+1] order:i32[T*U]",
     "experts_up": "u:A[T,D] w:W[E,2*F,D] bias:f32[E,2*F]? expert:i32[T,U] first:i32[E+1] order:i32[T*U] "
@@ -111,7 +111,9 @@ ROLES = {
     ("embed", "table"): TABLE_ROLE, ("gate_up", "w"): PAIRS, ("experts_up", "w"): EXPERT_PAIRS,
     ("experts_down", "w"): EXPERTS,
 }  # fmt: skip
-SILU, CLAMPED, GELU_TANH = range(3)  # act of experts_up
+SILU, CLAMPED, GELU_TANH = range(3)
+# What a scalar may be, where that is not any number.
+ALLOWED = {("gate_up", "act"): (SILU, GELU_TANH), ("experts_up", "act"): (SILU, CLAMPED, GELU_TANH)}
 # Optional arguments with which only a row's plain variant runs: benches and `verify` leave them out.
 PLAIN_ONLY = {"linear_add": ("norm", "scale")}
 

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from minidflash.kernels.table import CLAMPED
+
 from .stack import Experts
 
 
@@ -36,8 +38,6 @@ def qwen3(reader, facts, windows):
 
 def qwen3_moe(reader, facts, windows):
     """models.md 3. Shares of experts are renormalised, and no layer is dense: nothing else was checked."""
-    from minidflash.kernels.table import SILU
-
     if reader.config.get("norm_topk_prob") is None:
         reader.missing("norm_topk_prob")
     count, used = mixture(reader, ("num_experts", "num_local_experts"), ("num_experts_per_tok",))
@@ -46,14 +46,12 @@ def qwen3_moe(reader, facts, windows):
         "qk_norm": True,
         "ffn": "experts",
         "ffn_width": width,
-        "experts": Experts(count, used, SILU, "separate"),
+        "experts": Experts(count, used, "separate"),
     }
 
 
 def gpt_oss(reader, facts, windows):
     """models.md 4."""
-    from minidflash.kernels.table import CLAMPED
-
     if reader.config.get("layer_types") is None:
         reader.missing("layer_types")
     count, used = mixture(reader, ("num_local_experts",), ("num_experts_per_tok", "experts_per_token"))
@@ -73,8 +71,8 @@ def gpt_oss(reader, facts, windows):
         reader.refuse(
             "initial_context_length", first, "the same as the rope's original_max_position_embeddings"
         )
-    experts = Experts(count, used, CLAMPED, layout, limit=limit, alpha=alpha, bias=True)
-    return {"sinks": True, "ffn": "experts", "experts": experts}
+    experts = Experts(count, used, layout, limit=limit, alpha=alpha, bias=True)
+    return {"sinks": True, "ffn": "experts", "act": CLAMPED, "experts": experts}
 
 
 def mixture(reader, counts, uses):

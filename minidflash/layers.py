@@ -26,27 +26,22 @@ def attention(ops, stack, layer, w, tables, rows, cache, work):
         q, cache.k, cache.v, rows.slot, rows.pos, begin, rows.end, layer.window, int(layer.causal),
         layer.scale, w.get("sinks"), work, o,
     )  # fmt: skip
-    ops.linear_add(
-        wide(rows.o, layer.q_rows),
-        w["o"],
-        w.get("o_bias"),
-        None,
-        stack.eps,
-        None,
-        None,
-        0,
-        rows.x,
-        None,
-        work,
-    )
+    add(ops, stack, wide(rows.o, layer.q_rows), w, "o", rows, work)
+
+
+def add(ops, stack, a, w, name, rows, work, taps=None, tap_at=0):
+    """What ends a mixer or an mlp, of any family: x = scale (x + n(a W^T + bias) norm), where w has norm and
+    scale; and to the taps. name: of the weight W."""
+    tap_row = rows.tap_row if taps is not None else None
+    ends = w.get(name + "_bias"), w.get(name + "_norm"), stack.eps, w.get(name + "_scale")
+    ops.linear_add(a, w[name], *ends, tap_row, tap_at, rows.x, taps, work)
 
 
 def mlp(ops, stack, layer, w, rows, work, taps, tap_at):
-    """x += Wdown (silu(Wgate n(x)) * Wup n(x)), and to the taps."""
+    """x += Wdown (act(Wgate n(x)) * Wup n(x)), and to the taps."""
     h = wide(rows.h, layer.ffn_width)
-    ops.gate_up(rows.x, w["mlp_norm"], stack.eps, w["gate_up"], work, h)
-    tap_row = rows.tap_row if taps is not None else None
-    ops.linear_add(h, w["down"], None, None, stack.eps, None, tap_row, tap_at, rows.x, taps, work)
+    ops.gate_up(rows.x, w["mlp_norm"], stack.eps, layer.act, w["gate_up"], work, h)
+    add(ops, stack, h, w, "down", rows, work, taps, tap_at)
 
 
 def experts(ops, stack, layer, w, rows, work, taps, tap_at):
@@ -57,7 +52,7 @@ def experts(ops, stack, layer, w, rows, work, taps, tap_at):
         rows.x, w["mlp_norm"], stack.eps, w["router"], w.get("router_bias"), int(e.normalise), rows.pos,
         r.touched, work, r.u, r.expert, r.share, r.begin, r.order,
     )  # fmt: skip
-    ops.experts_up(r.u, w["experts_up"], w.get("up_bias"), *r.groups, e.act, e.limit, e.alpha, work, h)
+    ops.experts_up(r.u, w["experts_up"], w.get("up_bias"), *r.groups, layer.act, e.limit, e.alpha, work, h)
     tap_row = rows.tap_row if taps is not None else None
     ops.experts_down(
         h, w["experts_down"], w.get("down_bias"), r.expert, r.share, r.begin, r.order, tap_row, tap_at,

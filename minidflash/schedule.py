@@ -10,7 +10,7 @@ KEPT = 0.25  # weight of the last text's acceptance in the next
 PRIOR, WEIGHT = (
     0.75,
     1.0,
-)  # acceptance of a slot before anything is known, and how many rounds that counts for
+)  # acceptance of a position before anything is known, and how many rounds that counts for
 LEARN = 0.2  # weight of a new time
 
 
@@ -22,10 +22,10 @@ def widths(block):
 class Schedule:
     """Chooses v for every round of a run; costs are kept from run to run.
 
-    seconds: {v: time of a whole round that verifies v rows}, measured, then followed. kept, seen: by slot,
-    decayed counts of accepted and reached drafts. lost: seconds that drafting rounds took beyond what plain
-    rounds would have taken for the same tokens; bounded by the allowance,
-    which is what makes auto safe to leave on.
+    seconds: {v: time of a whole round that verifies v rows}, measured, then followed. kept, seen: by position
+    in the block, decayed counts of accepted and reached drafts. lost: seconds that drafting rounds took
+    beyond what plain rounds would have taken for the same tokens; bounded by the allowance, which is what
+    makes auto safe to leave on.
     """
 
     def __init__(self, block):
@@ -62,8 +62,8 @@ class Schedule:
     def expected(self, width):
         """Tokens that a round of this width is expected to commit."""
         total = reach = 1.0
-        for slot in range(1, width):
-            reach *= (self.kept[slot] + PRIOR * WEIGHT) / (self.seen[slot] + WEIGHT)
+        for i in range(1, width):
+            reach *= (self.kept[i] + PRIOR * WEIGHT) / (self.seen[i] + WEIGHT)
             total += reach
         return total
 
@@ -76,8 +76,8 @@ class Schedule:
         if width == 1:
             return
         self.lost += seconds - emitted * self.seconds.get(1, 0.0)
-        for slot in range(1, width):
-            if slot > accepted + 1:
+        for i in range(1, width):
+            if i > accepted + 1:
                 break
-            self.kept[slot] = DECAY * self.kept[slot] + (slot <= accepted)
-            self.seen[slot] = DECAY * self.seen[slot] + 1.0
+            self.kept[i] = DECAY * self.kept[i] + (i <= accepted)
+            self.seen[i] = DECAY * self.seen[i] + 1.0

@@ -6,6 +6,8 @@ nobody asks for the family.
 
 from dataclasses import dataclass, field, fields
 
+from minidflash.kernels.table import SILU
+
 from .rope import Rope
 
 
@@ -13,13 +15,12 @@ from .rope import Rope
 class Experts:
     """The ffn of a layer as a mixture: a row goes through `used` of `count` experts of the layer's ffn_width.
 
-    normalise: shares are a softmax over the experts used, else over all. act, limit, alpha: as in the row
+    normalise: shares are a softmax over the experts used, else over all. limit, alpha: as in the row
     experts_up (table.py). bias: router and experts have one. layout: how files hold them (names.py).
     """
 
     count: int
     used: int
-    act: int
     layout: str
     normalise: bool = True
     limit: float = 0.0
@@ -36,7 +37,7 @@ class Layer:
     where a row also sees the rows behind it in its block. sees_block: a row sees its block's rows whatever
     the window. rope: which of the stack's ropes. scale: of q k^T. attention_bias: q, k, v and o have one.
     qk_norm: q and k are normed, head by head. sinks: a logit a head that has no value joins the softmax.
-    ffn_width: inner width of the ffn. experts: of a mixture.
+    ffn_width: inner width of the ffn. act: its activation, of table.py. experts: of a mixture.
     """
 
     heads: int
@@ -53,6 +54,7 @@ class Layer:
     sinks: bool = False
     mixer: str = "attention"
     ffn: str = "mlp"
+    act: int = SILU
     experts: Experts | None = None
 
     @property

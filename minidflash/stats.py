@@ -41,9 +41,9 @@ class Stats:
 
     tau: mean of the tokens committed by a round, None without rounds. round_count: verify rounds that
     committed something; prefill is not one, and plain decoding has none. drafted: verified drafts. accepted:
-    drafts kept by verification. acceptance_by_position: for slot 1..B-1 accepted / reached, where a slot is
-    reached when it was verified and all slots before it were accepted; None where it never was. verify: v of
-    each round. block: B, None for plain decoding. Source: engine.md 5, F41.
+    drafts kept by verification. acceptance_by_position: for positions 1..B-1 of the block accepted / reached,
+    where one is reached when it was verified and all before it were accepted; None where it never was.
+    verify: v of each round. block: B, None for plain decoding. Source: engine.md 5, F41.
     """
 
     tau: float | None
@@ -63,9 +63,9 @@ class Stats:
         """
         counted = verify_rounds(rounds, block)
         by_position = []
-        for slot in range(1, block or 1):
-            reached = sum(r.verify > slot and r.accepted >= slot - 1 for r in counted)
-            kept = sum(r.verify > slot and r.accepted >= slot for r in counted)
+        for i in range(1, block or 1):
+            reached = sum(r.verify > i and r.accepted >= i - 1 for r in counted)
+            kept = sum(r.verify > i and r.accepted >= i for r in counted)
             by_position.append(kept / reached if reached else None)
         return cls(
             tau=sum(len(r.tokens) for r in counted) / len(counted) if counted else None,

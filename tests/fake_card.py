@@ -85,9 +85,8 @@ class Driver:
     def __init__(self):
         from cuda.bindings import driver
 
-        self.real, self.calls, self.kept, self.fails, self.launched_on = driver, [], [], {}, []
+        self.real, self.calls, self.fails, self.launched_on = driver, [], {}, []
         self.order = []  # (what, stream) of copies, records and waits
-        self.compiled, self.fails_compiled = [], {}  # calls by compiled code, and what they answer
 
     def __getattr__(self, name):
         if not name.startswith("cu") or not name[2].isupper():
@@ -103,8 +102,6 @@ class Driver:
         if name == "cuStreamWaitEvent":
             self.order.append(("wait", int(args[0])))
         code = self.real.CUresult.CUDA_SUCCESS
-        if name == "cuGetProcAddress":
-            return code, self.address(args[0].decode()), 0
         if name == "cuLaunchKernelEx":
             self.launched_on.append(int(args[0].hStream))
             return (code,)
@@ -127,17 +124,6 @@ class Driver:
             "cuOccupancyMaxActiveClusters": 132,
         }  # fmt: skip
         return code, answers.get(name, 3)
-
-    def address(self, name):
-        """Of a function for compiled code, which passes on what it is asked."""
-
-        def call(*args):
-            self.compiled.append(name)
-            return int(self.fails_compiled.get(name) or self.answer(name, args)[0])
-
-        count = {"cuEventSynchronize": 1, "cuEventRecord": 2, "cuMemcpyHtoDAsync": 4}[name]
-        self.kept.append(ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_uint64] * count)(call))
-        return ctypes.cast(self.kept[-1], ctypes.c_void_p).value
 
     def count(self, name):
         return self.calls.count(name)

@@ -77,7 +77,7 @@ def test_the_order_of_blocks_and_warps_changes_no_bit(activations, rng, monkeypa
         ops = open_or_skip("emulate", activations, **options)
         h = ops.array((9, 53), "A")
         work = ops.array((ops.backend.work_size(9, 77, 106),), "f32")
-        ops.gate_up(put(ops, x, "A"), put(ops, norm, "f32"), 1e-6, ops.weight([w]), work, h)
+        ops.gate_up(put(ops, x, "A"), put(ops, norm, "f32"), 1e-6, 0, ops.weight([w]), work, h)
         found.append(ops.download(h).tobytes())
     assert len(set(found)) == 1
     monkeypatch.setenv("MINIDFLASH_SEED", "5")

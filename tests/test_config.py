@@ -181,7 +181,6 @@ def test_harmless_keys_do_not_stop_a_load():
 
 
 @pytest.mark.parametrize("name, model_type", [
-    ("Qwen3MoeForCausalLM", "qwen3_moe"), ("GptOssForCausalLM", "gpt_oss"),
     ("Qwen3_5ForCausalLM", "qwen3_5_text"), ("Gemma4ForConditionalGeneration", "gemma4"),
     ("Gemma4ForCausalLM", "gemma4_text"),
 ])  # fmt: skip

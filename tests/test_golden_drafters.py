@@ -83,8 +83,10 @@ def compare_call(engine, s, g, k, fresh):
     for i in range(len(config.layers)):
         before, middle, after = streams[2 * i : 2 * i + 3]
         rms = np.sqrt((after**2).mean())
+        # Later golden files hold fewer of these; the layer's output below holds both.
         for name, change in (("self_attn", middle - before), ("mlp", after - middle)):
-            assert np.abs(change - get[f"s{k}.mod.{i}.{name}"]).max() < CLOSE * rms, f"layer {i} {name}"
+            if (want := get.get(f"s{k}.mod.{i}.{name}")) is not None:
+                assert np.abs(change - want).max() < CLOSE * rms, f"layer {i} {name}"
         assert relative(after, get[f"s{k}.layer.{i}"]) < CLOSE, f"layer {i}"
         for kind in "kv":
             first, found = last_keys(ops, getattr(s.drafter_caches[i], kind), start + B)

@@ -98,13 +98,17 @@ def test_dependent_launch_changes_nothing(runs, way, name):
 
 def test_every_kernel_that_waits_was_launched_so(runs):
     """A kernel with a wait that none of these runs launches would be tested by nobody: give it a run."""
+    # In chains of their own: a bare product's in test_fast_bits.py, experts' in test_fast_experts.py.
+    elsewhere = {"linear_fast", "route_fast", "group", "experts_up_fast", "experts_down_fast", "experts_sum"}
+    never = {"choose_rows"}  # of the plain route, beside one that waits
     waiting = set()
     for path in source.CUDA_FOLDER.glob("*.cu"):
         texts = source.texts(path.resolve())
         if any("griddep_wait();" in source.strip_comments(text) for text in texts.values()):
             waiting.update(source.kernel_names(path.read_text(encoding="utf-8")))
     launched = set().union(*(runs(way)[2] for way in WAYS))
-    assert launched == waiting and len(waiting) > 15
+    assert not launched & (elsewhere | never)
+    assert launched | elsewhere | never == waiting and len(waiting) > 15
 
 
 @pytest.mark.parametrize("late", [0, 1])

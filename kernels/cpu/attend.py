@@ -101,6 +101,8 @@ def _run(q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, sink
                 _attend_head(t, h, q, caches, place, mask, scale, sinks, ones, work, at, o)
 
 
-def attend(backend, *args):
-    *given, sinks, work, o = args
-    _run(*given, backend.f(sinks), work, o, backend.ones, backend.threads)
+def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, sinks, work, o):
+    _run(
+        q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, backend.f(sinks), work, o,
+        backend.ones, backend.threads,
+    )  # fmt: skip

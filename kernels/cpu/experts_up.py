@@ -6,7 +6,7 @@ import numpy as np
 from ..table import CLAMPED, SILU
 from .experts import BLOCK, GROUP, SCRATCH, lay_pairs, multiply, parts_of
 from .jit import jit
-from .scalar import F, exp, rounded, silu
+from .scalar import F, exp, gelu_tanh, rounded, silu
 from .vector import LANES
 
 
@@ -21,11 +21,9 @@ def _activate(gate, up, act, limit, alpha, row):
             g = limit if gate[i] > limit else gate[i]
             v = limit if up[i] > limit else -limit if up[i] < -limit else up[i]
             row[i] = rounded((v + F(1.0)) * (g / (F(1.0) + exp(-alpha * g))), row)
-    else:  # gelu_tanh: (1 + tanh(s)) / 2 is the sigmoid of 2 s
+    else:
         for i in range(len(row)):
-            g = gate[i]
-            s = F(1.5957691216057308) * (g + F(0.044715) * g * g * g)
-            row[i] = rounded(g / (F(1.0) + exp(-s)) * up[i], row)
+            row[i] = rounded(gelu_tanh(gate[i]) * up[i], row)
 
 
 @jit

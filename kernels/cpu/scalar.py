@@ -1,4 +1,4 @@
-"""Scalars of the CPU kernels: bf16 load and store, exp, silu. bf16 is kept as its bits (uint16)."""
+"""Scalars of the CPU kernels: bf16 load and store, exp, silu, gelu. bf16 is kept as its bits (uint16)."""
 
 import numpy as np
 from numba import types
@@ -74,3 +74,10 @@ def exp(x):
 def silu(z):
     """z * sigmoid(z)."""
     return z / (F(1.0) + exp(-z))
+
+
+@jit
+def gelu_tanh(z):
+    """0.5 z (1 + tanh(s / 2)), which is z * sigmoid(s): however large s is, that makes no NaN."""
+    s = F(1.5957691216057308) * (z + F(0.044715) * z * z * z)
+    return z / (F(1.0) + exp(-s))

@@ -1,12 +1,17 @@
-/* gate_up_fast: h = silu(Wg n(x)) * (Wu n(x)), rounded once. A packed tile holds 8 gate rows and the 8 up
+/* gate_up_fast: h = act(Wg n(x)) * (Wu n(x)), rounded once. A packed tile holds 8 gate rows and the 8 up
  *         rows that go with them, so both numbers of an output are in one thread.
  * Grid:   skinny.cuh; the slice that comes last to a tile finishes it.
  * Moves:  2*F*D*2 bytes; bound by HBM.
  * Truth:  oracle.py gate_up; here x times the norm's scale, if there is one, is rounded to bf16 before the
  *         product. */
+#include "activate.cuh"
 #include "skinny.cuh"
 
-struct Swiglu {
+#ifndef ACT
+#define ACT SILU
+#endif
+
+struct Gated {
     const Task& task;
     RowScale& scale;
     bf16* h;
@@ -34,7 +39,7 @@ struct Swiglu {
             if (token >= task.rows || f >= ffn) continue;
             const float r = NORMED ? scale.of[token] : 1.f;
             float gate = v[q].x * r, up = v[q].y * r;
-            h[(size_t)token * ffn + f] = to_bf16(gate / (1.f + expf(-gate)) * up);
+            h[(size_t)token * ffn + f] = to_bf16(activate(ACT, gate, up, 0.f, 0.f));
         }
     }
 };
@@ -45,6 +50,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     __shared__ RowScale scales[FINISHERS];
     int tiles = (ffn + 7) / 8;
     Task task = make_task(rows, cols, tiles, slices);
-    Swiglu sink{task, own_scale(scales), h, counters, work, eps, ffn, false};
+    Gated sink{task, own_scale(scales), h, counters, work, eps, ffn, false};
     skinny<NORMED>(task, Weights{cols, w}, x, nullptr, norm, work, sink);
 }

@@ -1,7 +1,7 @@
 /* linear_add: x += a W^T + bias; the new row also goes among the taps. end_layer is the end of a row that has
  * a norm or a scale, once linear has summed: x = scale (x + norm y / rms(y)).
- * Grid:   any number of blocks of 4 warps; a warp walks weight rows, one at a time. end_layer: a block a row, 128
- *         threads.
+ * Grid:   any number of blocks of 4 warps; a warp walks weight rows, one at a time. end_layer: a block a row,
+ *         128 threads.
  * Moves:  the weights once, the tokens once a weight row (from cache); bound by the latter beyond one group.
  * Source: models.md 1, 5.
  * Truth:  oracle.py linear_add. */

@@ -43,7 +43,7 @@ class GpuBackend:
             setattr(self, row, partial(self._run, row))
 
     def _run(self, row, *args):
-        is_fast = fast.run(self, row, args)
+        is_fast = fast.take(self, row, args)
         if not is_fast:
             getattr(plain, row)(self, *args)
         self.variants[row] = "fast" if is_fast else "plain"

@@ -11,7 +11,7 @@ from ..host import Replay
 from ..launch import CudaDevice
 from ..ops import DTYPES, storage
 from . import GpuBackend, as_stored, host_arrays, stored_shape, stored_type
-from .staging import HostArray, Staging, prepare
+from .staging import HostArray, Staging
 
 AHEAD = 512 << 20  # bytes of weights that are read before they are asked for, at least one weight
 
@@ -77,7 +77,6 @@ class CudaBackend(GpuBackend):
 
     def __init__(self, activations, device=0, graph=True, dependent=True):
         self._cupy = cupy = _cupy()
-        prepare()  # while the device is opened and the checkpoint's headers are read
         super().__init__(activations, CudaDevice(device))
         self.mode = "graph" if graph else "eager"
         self.dependent = dependent

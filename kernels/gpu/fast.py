@@ -35,7 +35,7 @@ from . import COUNTERS, attend_fast, experts, plain, split
 PAIRED = "packed pairs"  # a tile holds 8 gate rows and the 8 up rows that go with them
 
 
-def run(backend, row, args):
+def take(backend, row, args):
     """True if a fast variant of `row` took the call."""
     function = FAST.get(row)
     return function is not None and bool(function(backend, *args))
@@ -185,7 +185,7 @@ def linear_add(backend, a, w, bias, norm, eps, scale, tap_row, tap_at, x, taps, 
     return launch(backend, "linear_add_fast.cu", "linear_add_fast", tiles, cut, w.cols, len(a), args)
 
 
-def gate_up(backend, x, norm, eps, w, work, h):
+def gate_up(backend, x, norm, eps, act, w, work, h):
     if w.layout != PAIRED:
         return None
     cut, tiles, ffn = split.choose(w.rows, w.cols, backend.sms), tiles_of(w.rows, True), h.shape[1]
@@ -196,7 +196,7 @@ def gate_up(backend, x, norm, eps, w, work, h):
     is_normed = norm is not None
     return launch(
         backend, "gate_up_fast.cu", "gate_up_fast", tiles, cut, w.cols, len(x), args, is_normed,
-        defines={"NORMED": int(is_normed)},
+        defines={"NORMED": int(is_normed), "ACT": act},
     )  # fmt: skip
 
 

@@ -106,10 +106,10 @@ def linear_add(backend, a, w, bias, norm, eps, scale, tap_row, tap_at, x, taps, 
     backend.launch("linear_add.cu", "linear_add", blocks, THREADS, 0, args, _types(backend, w))
 
 
-def gate_up(backend, x, norm, eps, w, work, h):
+def gate_up(backend, x, norm, eps, act, w, work, h):
     (rows, width), ffn = x.shape, h.shape[1]
     laid, _ = _laid(backend, x, None, norm, eps, work)
-    args = [laid, w.data, h, rows, width, ffn]
+    args = [laid, w.data, h, act, rows, width, ffn]
     blocks = _blocks(backend, ffn)
     backend.launch("gate_up.cu", "gate_up", blocks, THREADS, 0, args, _types(backend, w))
 

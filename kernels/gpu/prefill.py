@@ -180,13 +180,13 @@ def linear_add(backend, a, w, bias, norm, eps, scale, tap_row, tap_at, x, taps, 
     return True
 
 
-def gate_up(backend, x, norm, eps, w, work, h, tile=None):
+def gate_up(backend, x, norm, eps, act, w, work, h, tile=None):
     if w.layout != "packed pairs" or w.cols % 8:
         return None
     laid, scale, _ = tokens(backend, x, norm, eps, work)
     args = [w.data, laid, scale, h, len(x), h.shape[1], w.cols]
     outputs = 2 * TILE // 2 * -(-h.shape[1] // (TILE // 2))  # the gate and up rows of whole tiles
-    defines = {"NORMED": int(norm is not None)}
+    defines = {"NORMED": int(norm is not None), "ACT": act}
     launch(
         backend, "gate_up_prefill.cu", "gate_up_prefill", len(x), outputs, args, tile=tile, defines=defines
     )

@@ -2,11 +2,11 @@
 and copy from there.
 
 The GPU reads pinned memory at the full rate of PCIe, mapped files not; and no single thread copies out of the
-page cache that fast. A thread's buffers stay in its core's cache, and it hands nothing to another. Measured
-from the page cache to packed weights (H100, 16 cores, 7.1 GB of Qwen3-8B's shape): 46.7 GB/s, 85 % of the
-rate of pinned memory alone. With Python's loop in place of pump.py's, buffers that the driver allocates, one
-weight read ahead and copies in the engine's stream it was 30.6; bench/NOTES.md has the steps between,
-of which none alone gave over 34.7.
+page cache that fast. A thread hands nothing to another. Measured from the page cache to packed weights (H200,
+16 cores, 16.4 GB of Qwen3-8B's shape, bench/results/load-ways-h200.json, a tree with changes): 38.7 GB/s, 70
+% of the rate of pinned memory alone, 32.7 in pieces of 16 MB. The same loop as machine code, which takes no
+lock of the interpreter's, had 49.7 in pieces of 4 MB; of a load in a process of its own (medians of two) it
+saved 0.06 s of 0.75, and it wanted a compiler. bench/NOTES.md has what else was tried.
 """
 
 import ctypes
@@ -16,21 +16,9 @@ from threading import Lock, Thread, current_thread
 
 import numpy as np
 
-from . import pump
-
-IS_COMPILED = (
-    True  # files go through the loop of pump.py, not through Python's (bench/load.py has both side by side)
-)
-PIECE = 4 << 20  # bytes of a buffer
+PIECE = 8 << 20  # bytes of a buffer, and of a job
 THREADS = 12
 BUFFERS = 2  # of a thread: one is copied while the other is read into
-RUN = 2  # pieces of a job, for which a thread takes the interpreter's lock once
-
-
-def prepare():
-    """Begin what the first load would wait for."""
-    if IS_COMPILED:
-        pump.prepare()
 
 
 class HostArray:
@@ -61,7 +49,7 @@ class Transfer:
             pass
 
     def end_job(self, error=None):
-        """By a thread: the copies of one job are in the stream, or some never will be."""
+        """By a thread: the copy of one job is in the stream, or never will be."""
         with self._lock:
             self.error = self.error or error
             self._left -= 1
@@ -73,8 +61,7 @@ class Staging:
     """The threads and their buffers, on a CudaDevice. Kernels launched on its stream after a `wait` see the
     copies.
 
-    Sources have `nbytes` and `read_into(buffer, first)`, which threads call;
-    files also `file` and `start`, see Tensor.
+    Sources have `nbytes` and `read_into(buffer, first)`, which threads call.
     """
 
     def __init__(self, device):
@@ -90,10 +77,10 @@ class Staging:
     def begin(self, sources, array):
         """The `Transfer` of sources into a device array, in turn with those begun before."""
         self._order(self._device.driver_stream, self._stream)  # a kernel may still use the array's memory
-        jobs, address, step = [], array.data.ptr, PIECE * RUN
+        jobs, address = [], array.data.ptr
         for source in sources:
-            for first in range(0, source.nbytes, step):
-                jobs.append((source, first, min(step, source.nbytes - first), address + first))
+            for first in range(0, source.nbytes, PIECE):
+                jobs.append((source, first, min(PIECE, source.nbytes - first), address + first))
             address += source.nbytes
         transfer = Transfer(array, len(jobs))
         self._open.append(transfer)
@@ -159,27 +146,13 @@ class Ring:
         for i in range(0, size, PIECE):
             view = memoryview(self._memory)[i : i + PIECE]
             self._buffers.append((self._first + i, view, device.do(device.driver.cuEventCreate(2))))
-        pairs = [(address, event) for address, _, event in self._buffers]
-        self._state = pump.state_of(device, stream, PIECE, pairs) if IS_COMPILED else None
-        # Filled here and then pinned: what the driver allocates it fills for one thread after the other (48
-        # ms for all, 14 this way). Last, so that nothing stays pinned after an error.
+        # Filled here and then pinned: what the driver allocates it fills for one thread after the other (24
+        # buffers of 4 MB, H100: 48 ms, 14 this way). Last, so that nothing stays pinned after an error.
         ctypes.memset(self._first, 0, size)
         device.do(device.driver.cuMemHostRegister(self._first, size, 0))
 
     def copy(self, source, first, count, address):
-        """Bytes of a source, from `first` on, to the device."""
-        done, file = 0, getattr(source, "file", None)
-        if file is not None and self._state is not None:
-            done = pump.pump()(file, source.start + first, count, address, self._turn, self._state)
-            self._turn += -(-done // PIECE)
-            if code := self._state[pump.CODE]:
-                self._device.do((self._device.driver.CUresult(code),))
-        while done < count:  # in Python's loop; or a read fell short, and `read_into` goes on or says why
-            step = min(PIECE, count - done)
-            self._copy_piece(source, first + done, step, address + done)
-            done += step
-
-    def _copy_piece(self, source, first, count, address):
+        """Bytes of a source, from `first` on, a piece at most, to the device."""
         device, driver = self._device, self._device.driver
         buffer, view, copied = self._buffers[self._turn % len(self._buffers)]
         self._turn += 1

@@ -54,7 +54,7 @@ def stats_lines(result, rounds, costs, ctx):
         share = f" ({100 * stats.accepted / stats.drafted:.0f} %)" if stats.drafted else ""
         table["accepted"] = f"{stats.accepted} of {stats.drafted} verified drafts{share}"
         by_position = " ".join("-" if a is None else f"{a:.2f}" for a in stats.acceptance_by_position)
-        table["by position"] = f"{by_position}  (slots 1..{stats.block - 1}: accepted / reached)"
+        table["by position"] = f"{by_position}  (1..{stats.block - 1}: accepted / reached)"
         widths = Counter(stats.verify).most_common()
         table["verify"] = ", ".join(f"{v} rows x {n}" for v, n in widths) + f"; block {stats.block}"
         found = break_even(rounds, costs)

@@ -172,7 +172,7 @@ def arguments(ops, row, sizes=SIZES, is_bare=False):
     widest = max(256, sizes["C"], sizes["F"], sizes["H"] * sizes["K"])
     most = max(256, sizes["V"], 2 * sizes["F"], (sizes["H"] + 2 * sizes["L"] * sizes["G"]) * sizes["K"])
     sizes = sizes | {"Z": ops.backend.work_size(sizes["T"], widest, most)}
-    special = _special(sizes) | ({"limit": 2.0} if row.name == "experts_up" else {})
+    special = _special(sizes) | {"experts_up": {"limit": 2.0}, "gate_up": {"act": 0}}.get(row.name, {})
     given = {}
     for arg in row.args:
         if arg.optional and is_bare:

@@ -9,6 +9,7 @@ import pytest
 from minidflash.kernels import compiler
 from minidflash.kernels.gpu import fast, split
 from minidflash.kernels.ops import Ops
+from minidflash.kernels.table import GELU_TANH, SILU
 from minidflash.kernels.table import ROWS as TABLE_ROWS
 
 from tests.cases import Make, stored
@@ -181,7 +182,7 @@ def test_dependent_launches_read_nothing_too_early(ops, rng, cut, monkeypatch):
             ops.linear_add(
                 b["q"].reshape(T, -1), w["o"], None, None, 0.0, None, None, 0, b["x"], None, b["work"]
             )
-            ops.gate_up(b["x"], b["norm"], 1e-6, w["gate_up"], b["work"], b["h"])
+            ops.gate_up(b["x"], b["norm"], 1e-6, SILU, w["gate_up"], b["work"], b["h"])
             ops.linear_add(
                 b["h"], w["down"], None, None, 0.0, None, b["pos"], 0, b["x"], b["taps"], b["work"]
             )
@@ -203,6 +204,7 @@ COMPILED = split.Split(4, 2, 8), split.Split(2, 1, 16, 1, 4, 4, True)
 OTHERS = [
     ("qkv", {"NORMED": 0}),
     ("gate_up", {"NORMED": 0}),
+    ("gate_up", {"ACT": GELU_TANH}),
 ]  # kernels under defines that are not the default
 
 
@@ -275,9 +277,9 @@ def test_a_card_is_kept_busy(monkeypatch):
 
 # The kernel of each measured product: a shape is measured for one row of one model.
 MEASURED = {
-    "qkv": [(6144, 4096), (6144, 2560), (960, 576)],
+    "qkv": [(6144, 4096), (6144, 2560), (960, 576), (5120, 2048), (5120, 2880)],
     "linear_add": [(4096, 4096), (4096, 12288), (2560, 4096), (2560, 9728), (4096, 14336), (576, 576),
-                   (576, 1536)],
+                   (576, 1536), (2048, 4096), (2880, 4096)],
     "gate_up": [(24576, 4096), (19456, 2560), (28672, 4096), (3072, 576)],
     "head": [(151936, 4096), (128256, 4096), (151936, 2560), (49152, 576)],
     "fuse": [(4096, 20480), (2560, 12800), (576, 2304)],

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from minidflash.kernels.gpu import fast
+from minidflash.kernels.table import GELU_TANH, SILU
 
 from tests.cases import JUNK, Make, Matrix, check, dot_terms, normed, slip, stored, truth
 from tests.compare import assert_same_bits, real
@@ -83,14 +84,16 @@ def test_a_norm_or_a_scale_at_a_layers_end_is_left_to_the_plain_kernels(ops, rng
     "T, D, F",
     [(1, 576, 1536), (16, 576, 400), (5, 123, 77), (17, 80, 24), (3, 37, 13), (1, 4096, 112), (2, 8, 1)],
 )
-def test_gate_up_matches_oracle(ops, rng, T, D, F):
-    case = test_gate_up.make(ops, rng, T, D, F, "bf16")
+@pytest.mark.parametrize("act", [SILU, GELU_TANH])
+def test_gate_up_matches_oracle(ops, rng, T, D, F, act):
+    case = test_gate_up.make(ops, rng, T, D, F, "bf16", act=act)
     fast_check(ops, "gate_up", case, test_gate_up.terms_of(case), C_NORMED, F=F)
 
 
 @on_gpu_backends
-def test_gate_up_of_large_gates_saturates(ops, rng):
-    case = test_gate_up.make(ops, rng, 3, 40, 24, "bf16") | {"norm": np.full(40, 200, np.float32)}
+@pytest.mark.parametrize("act, norm", [(SILU, 200), (GELU_TANH, 200), (GELU_TANH, 1e13)])
+def test_gate_up_of_large_gates_saturates(ops, rng, act, norm):
+    case = test_gate_up.make(ops, rng, 3, 40, 24, "bf16", act=act) | {"norm": np.full(40, norm, np.float32)}
     got = fast_check(ops, "gate_up", case, test_gate_up.terms_of(case), C_NORMED, F=24)
     assert np.isfinite(real(got["h"])).all()
 

@@ -6,7 +6,7 @@ import pytest
 from minidflash.kernels import compiler, source
 from minidflash.kernels.gpu import prefill
 from minidflash.kernels.ops import Ops
-from minidflash.kernels.table import role_of
+from minidflash.kernels.table import GELU_TANH, SILU, role_of
 
 from tests.cases import check, run
 from tests.compare import assert_same_bits, real
@@ -83,9 +83,18 @@ def test_linear_add_matches_oracle(ops, frame, rng, T, D, F, bias, tap_at):
 
 @on_gpu_backends
 @pytest.mark.parametrize("T, D, F", [(1, 64, 40), (70, 96, 100), (16, 576, 13)])
-def test_gate_up_matches_oracle(ops, frame, rng, T, D, F):
-    case = test_gate_up.make(ops, rng, T, D, F, "bf16")
+@pytest.mark.parametrize("act", [SILU, GELU_TANH])
+def test_gate_up_matches_oracle(ops, frame, rng, T, D, F, act):
+    case = test_gate_up.make(ops, rng, T, D, F, "bf16", act=act)
     prompt_check(ops, "gate_up", case, test_gate_up.terms_of(case), C_NORMED, F=F)
+
+
+@on_gpu_backends
+@pytest.mark.parametrize("act, norm", [(SILU, 200), (GELU_TANH, 200), (GELU_TANH, 1e13)])
+def test_gate_up_of_large_gates_saturates(ops, frame, rng, act, norm):
+    case = test_gate_up.make(ops, rng, 3, 40, 24, "bf16", act=act) | {"norm": np.full(40, norm, np.float32)}
+    got = prompt_check(ops, "gate_up", case, test_gate_up.terms_of(case), C_NORMED, F=24)
+    assert np.isfinite(real(got["h"])).all()
 
 
 @on_gpu_backends
@@ -220,7 +229,7 @@ def test_ops_of_a_prompt_share_everything_but_rows():
 
 FILES = [
     ("linear_prefill", {}), ("linear_prefill", {"OUT": "bf16"}), ("linear_add_prefill", {}),
-    ("gate_up_prefill", {}), ("gate_up_prefill", {"NORMED": 0}),
+    ("gate_up_prefill", {}), ("gate_up_prefill", {"NORMED": 0}), ("gate_up_prefill", {"ACT": GELU_TANH}),
 ]  # fmt: skip
 WANTED = {
     "mma": ["HMMA.16816.F32.BF16", "LDGSTS", "LDS 128", "ACQBULK"],

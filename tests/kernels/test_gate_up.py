@@ -1,8 +1,11 @@
-"""gate_up: norm, both projections, SwiGLU."""
+"""gate_up: norm, both projections, the gate's activation."""
+
+from math import erf
 
 import numpy as np
 import pytest
 from minidflash.kernels import oracle
+from minidflash.kernels.table import GELU_TANH, SILU
 
 from tests.cases import Make, Matrix, check, dot_terms, normed, slip
 
@@ -10,21 +13,24 @@ C = 16
 EPS = 1e-5
 
 
-def make(ops, rng, T, D, F, weights, scale=1.0):
+ACTS = pytest.mark.parametrize("act", [SILU, GELU_TANH])
+
+
+def make(ops, rng, T, D, F, weights, scale=1.0, act=SILU):
     make = Make(rng, ops.activations, weights)
     w = make.w(2 * F, D)
-    return {"x": make.a(T, D, scale=scale), "norm": make.v(D, around=1), "eps": EPS, "w": w}
+    return {"x": make.a(T, D, scale=scale), "norm": make.v(D, around=1), "eps": EPS, "act": act, "w": w}
 
 
 def terms_of(case):
-    """|d silu/dg| <= 1.1, so the gate's terms times |up|, the up's times |silu|,
+    """No activation is steeper than 1.13, so the gate's terms times |up|, the up's times |activated|,
     and the value's own roundings."""
     y = normed(case["x"], case["norm"], EPS)
     T, F = len(y), case["w"].shape[0] // 2
     gate, up = (y @ case["w"].real.T).reshape(T, 2, F).swapaxes(0, 1)
     gate_terms, up_terms = dot_terms(y, case["w"]).reshape(T, 2, F).swapaxes(0, 1)
-    silu = np.abs(oracle.silu(gate))
-    return {"h": 1.1 * gate_terms * np.abs(up) + silu * up_terms + silu * np.abs(up)}
+    steepest, active = {SILU: 1.1, GELU_TANH: 1.13}[case["act"]], np.abs(oracle.GATES[case["act"]](gate))
+    return {"h": steepest * gate_terms * np.abs(up) + active * up_terms + active * np.abs(up)}
 
 
 @pytest.mark.parametrize("weights", ["bf16", "f32"])
@@ -32,8 +38,9 @@ def terms_of(case):
     "T, D, F",
     [(1, 576, 1536), (16, 576, 400), (5, 123, 77), (17, 80, 24), (3, 37, 13), (1, 4096, 112), (2, 8, 1)],
 )
-def test_matches_oracle(ops, rng, T, D, F, weights):
-    case = make(ops, rng, T, D, F, weights)
+@ACTS
+def test_matches_oracle(ops, rng, T, D, F, weights, act):
+    case = make(ops, rng, T, D, F, weights, act=act)
     check(ops, "gate_up", case, terms_of(case), C, F=F)
 
 
@@ -44,9 +51,10 @@ def test_without_a_norm_rows_are_as_they_are(ops, rng, T, D, F):
     assert slip(ops, "gate_up", case, {"norm": np.ones(D, np.float32), "eps": EPS}, terms_of(case), C) > 10
 
 
-def test_large_gates_saturate(ops, rng):
-    """silu of +-hundreds: the exponential must neither overflow into NaN nor lose the sign."""
-    case = make(ops, rng, 3, 40, 24, "f32") | {"norm": np.full(40, 200, np.float32)}
+@pytest.mark.parametrize("act, norm", [(SILU, 200), (GELU_TANH, 200), (GELU_TANH, 1e13)])
+def test_large_gates_saturate(ops, rng, act, norm):
+    """Of +-hundreds: the exponential must neither overflow into NaN nor lose the sign. 1e13: nor the cube."""
+    case = make(ops, rng, 3, 40, 24, "f32", act=act) | {"norm": np.full(40, norm, np.float32)}
     got = check(ops, "gate_up", case, terms_of(case), C, F=24)
     assert np.isfinite(got["h"]).all()
 
@@ -67,11 +75,14 @@ def test_sees_wrong_kernels(ops, rng):
         "norm twice": {"norm": case["norm"] ** 2},
         "gate and up swapped": {"w": Matrix(np.roll(rows, 77, 0))},
         "interleaved": {"w": Matrix(rows.reshape(2, 77, 123).swapaxes(0, 1).reshape(154, 123).copy())},
-        "relu for silu": lambda x, norm, eps, w, work: _relu(x, norm, eps, w),
-        "tanh gelu for silu": lambda x, norm, eps, w, work: _gelu(x, norm, eps, w),
+        "relu for silu": _relu,
+        "tanh gelu for silu": {"act": GELU_TANH},
     }
     for what, change in wrong.items():
         assert slip(ops, "gate_up", case, change, terms_of(case), C) > 10, what
+    case["act"] = GELU_TANH
+    for what, change in {"relu": _relu, "silu": {"act": SILU}, "gelu with erf": _gelu_erf}.items():
+        assert slip(ops, "gate_up", case, change, terms_of(case), C) > 10, f"{what} for tanh gelu"
 
 
 def _halves(x, norm, eps, w):
@@ -79,11 +90,11 @@ def _halves(x, norm, eps, w):
     return np.split(y, 2, axis=1)
 
 
-def _relu(*args):
-    gate, up = _halves(*args)
+def _relu(x, norm, eps, act, w, work):
+    gate, up = _halves(x, norm, eps, w)
     return np.maximum(gate, 0) * up
 
 
-def _gelu(*args):
-    gate, up = _halves(*args)
-    return 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
+def _gelu_erf(x, norm, eps, act, w, work):
+    gate, up = _halves(x, norm, eps, w)
+    return 0.5 * gate * (1 + np.vectorize(erf)(gate / np.sqrt(2))) * up

@@ -1,7 +1,6 @@
 """Loading without a GPU (tests/fake_card.py): which copies are made, in which order,
 and how failures are said."""
 
-import ctypes
 import gc
 import os
 import threading
@@ -21,21 +20,10 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(params=[True, False], ids=["compiled", "python"])
-def is_compiled(request, monkeypatch):
-    """Which loop files go through."""
-    monkeypatch.setattr(staging, "IS_COMPILED", request.param)
-    return request.param
-
-
-only_compiled = pytest.mark.parametrize("is_compiled", [True], indirect=True)
-only_python = pytest.mark.parametrize("is_compiled", [False], indirect=True)
-
-
 @pytest.fixture(params=[0, 7000], ids=["one-ahead", "all-ahead"])
-def small_buffers(request, monkeypatch, is_compiled):
+def small_buffers(request, monkeypatch):
     """Pinned buffers so few and small that each is filled many times. Returns how many threads have some."""
-    for name, value in {"PIECE": 1000, "THREADS": 2, "BUFFERS": 2, "RUN": 3}.items():
+    for name, value in {"PIECE": 1000, "THREADS": 2, "BUFFERS": 2}.items():
         monkeypatch.setattr(staging, name, value)
     monkeypatch.setattr(cuda, "AHEAD", request.param)
     return 2
@@ -53,24 +41,23 @@ def test_weights_are_copied_piece_by_piece(opened, rng, small_buffers):
     assert mixed.dtype == "f32" and not (ops.download(mixed.data)[5:].view(np.uint32) & 0xFFFF).any()
 
 
-def test_files_and_arrays_lie_one_behind_the_other(opened, rng, small_buffers, is_compiled, tmp_path):
-    """Bytes of files may go through the compiled loop, others not; both in pieces, the last one shorter."""
+def test_files_and_arrays_lie_one_behind_the_other(opened, rng, small_buffers, tmp_path):
+    """Each in pieces, the last one shorter."""
     ops, driver = opened()
     (first,), (last,) = written(tmp_path, rng, 2)
     parts = [first, Make(rng, weights="bf16").w(50, 33), last]
     found = ops.download(ops.weight(parts, "matrix").data)
     assert (found == np.concatenate([p.array for p in parts])).all()
-    assert len(driver.compiled) == 3 * 8 * is_compiled and driver.count("cuMemcpyHtoDAsync") == 12
+    assert driver.count("cuMemcpyHtoDAsync") == 12
 
 
-def test_what_a_load_takes_is_given_back(opened, rng, small_buffers, is_compiled, tmp_path):
+def test_what_a_load_takes_is_given_back(opened, rng, small_buffers, tmp_path):
     """After an error too."""
     ops, driver = opened()
     weights = written(tmp_path, rng)
     ops.read_ahead(weights)
     ops.weight(weights[0], "matrix")
-    driver.fails_compiled["cuEventRecord"] = driver.real.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
-    os.truncate(weights[3][0].path, weights[2 + is_compiled][0].start)
+    os.truncate(weights[3][0].path, weights[2][0].start)
     for weight in weights[2:]:
         with pytest.raises(UserError):
             ops.weight(weight, "matrix")
@@ -109,8 +96,6 @@ def test_the_next_weight_is_read_before_it_is_asked_for(opened, rng, small_buffe
     weights, seen, is_ahead = written(tmp_path, rng, 2), [], threading.Event()
 
     class Watched:
-        file = None  # it is read by `read_into`, always
-
         def __init__(self, tensor):
             self.tensor = tensor
 
@@ -165,37 +150,8 @@ def test_a_driver_that_fails_is_one_line(opened, rng, small_buffers, tmp_path, c
     with pytest.raises(UserError, match="the GPU failed: .*ILLEGAL_ADDRESS") as caught:
         ops.weight(weight, "matrix")
     assert_one_line(caught, "CUDA driver")
-
-
-@only_compiled
-def test_a_driver_that_does_not_find_its_calls_is_one_line(opened, rng, small_buffers, tmp_path):
-    ops, driver = opened()
-    driver.fails["cuGetProcAddress"] = driver.real.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
-    with pytest.raises(UserError, match="the GPU failed: .*ILLEGAL_ADDRESS") as caught:
-        ops.weight(written(tmp_path, rng, 1)[0], "matrix")
-    assert_one_line(caught, "CUDA driver")
-
-
-@only_compiled
-@pytest.mark.parametrize("call", ["cuEventSynchronize", "cuMemcpyHtoDAsync", "cuEventRecord"])
-def test_a_driver_that_fails_in_the_compiled_loop_is_one_line(opened, rng, small_buffers, tmp_path, call):
-    ops, driver = opened()
-    weights = written(tmp_path, rng, 2)
-    driver.fails_compiled[call] = driver.real.CUresult.CUDA_ERROR_LAUNCH_FAILED
-    with pytest.raises(UserError, match="the GPU failed") as caught:
-        ops.weight(weights[0], "matrix")
-    assert_one_line(caught, "CUDA driver: CUDA_ERROR_LAUNCH_FAILED")
-    driver.fails_compiled.clear()  # and the threads live on
-    assert (ops.download(ops.weight(weights[1], "matrix").data) == weights[1][0].array).all()
-
-
-@only_compiled
-def test_a_driver_without_a_call_is_one_line(opened, rng, small_buffers, tmp_path, monkeypatch):
-    ops, driver = opened()
-    monkeypatch.setattr(driver, "address", lambda name: 0)
-    with pytest.raises(UserError) as caught:
-        ops.weight(written(tmp_path, rng, 1)[0], "matrix")
-    assert_one_line(caught, "it has no cuEventSynchronize")
+    driver.fails.clear()  # and the threads live on
+    assert (ops.download(ops.weight(weight, "matrix").data) == weight[0].array).all()
 
 
 def test_a_read_that_fails_says_why(opened, rng, small_buffers, tmp_path):
@@ -207,16 +163,6 @@ def test_a_read_that_fails_says_why(opened, rng, small_buffers, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-@only_python
-def test_python_needs_no_compiler(opened, rng, small_buffers, tmp_path, monkeypatch):
-    monkeypatch.setattr(staging, "pump", None)
-    ops, driver = opened()
-    (weight,) = written(tmp_path, rng, 1)
-    assert (ops.download(ops.weight(weight, "matrix").data) == weight[0].array).all()
-    assert not driver.count("cuGetProcAddress") and not driver.compiled
-
-
-@only_python
 @pytest.mark.parametrize("short", range(4))
 def test_a_read_that_falls_short_is_continued(opened, rng, small_buffers, tmp_path, monkeypatch, short):
     """As a signal leaves one: what is left of the piece is read before it is copied."""
@@ -232,35 +178,6 @@ def test_a_read_that_falls_short_is_continued(opened, rng, small_buffers, tmp_pa
     monkeypatch.setattr(os, "preadv", read)
     assert (ops.download(ops.weight(weight, "matrix").data) == weight[0].array).all()
     assert len(reads) == 4 + 1 and driver.count("cuMemcpyHtoDAsync") == 4
-
-
-@only_compiled
-@pytest.mark.parametrize("short", [0, 1, 2, 3])
-def test_a_read_that_falls_short_goes_on_where_it_ended(
-    opened, rng, small_buffers, tmp_path, monkeypatch, short
-):
-    """The compiled loop gives up, and what is left of its job is read here."""
-    reads, make_state = [], staging.pump.state_of
-
-    def read(file, buffer, count, first):
-        reads.append(first)
-        data = os.pread(file, 10 if len(reads) == short + 1 else count, first)
-        ctypes.memmove(buffer, data, len(data))
-        return len(data)
-
-    i64 = ctypes.c_int64
-    pread = ctypes.CFUNCTYPE(i64, ctypes.c_int, ctypes.c_void_p, i64, i64)(read)
-
-    def changed(*args):
-        state = make_state(*args)
-        state[0] = ctypes.cast(pread, ctypes.c_void_p).value
-        return state
-
-    monkeypatch.setattr(staging.pump, "state_of", changed)
-    ops, driver = opened()
-    (weight,) = written(tmp_path, rng, 1)
-    assert (ops.download(ops.weight(weight, "matrix").data) == weight[0].array).all()
-    assert short < len(reads) and driver.count("cuMemcpyHtoDAsync") == 4
 
 
 def test_copies_and_kernels_wait_for_each_other(opened, rng, small_buffers, tmp_path):

@@ -30,6 +30,7 @@ class Forced(Ops):
 @pytest.mark.parametrize(
     "form, role", [("embed", "table"), ("qkv", "matrix"), ("linear", "matrix"), ("linear_add", "matrix"),
                    ("linear_add normed", "matrix"), ("qkv bare", "matrix"), ("gate_up bare", "pairs"),
+                   ("gate_up gelu", "pairs"),
                    ("gate_up", "pairs"), ("head", "matrix"), ("head_logits", "matrix"), ("fuse", "matrix"),
                    ("inject", "matrix")]
 )  # fmt: skip

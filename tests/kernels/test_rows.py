@@ -7,7 +7,7 @@ This is what makes drafted text equal plain text: verify runs the plain round's 
 import numpy as np
 import pytest
 from minidflash.kernels.ops import storage
-from minidflash.kernels.table import ROWS
+from minidflash.kernels.table import GELU_TANH, ROWS, SILU
 
 from tests.cases import Make, run, stored
 from tests.compare import assert_same_bits
@@ -50,7 +50,7 @@ def make(name, rng, activations, weights):
         rest = {"x": make.a(T, D), "taps": np.zeros((T, D + 7), kinds["A"])}
         return {"a": make.a(T, F), "w": make.w(D, F), "bias": make.v(D), **no_end, **taps, **rest}, {}
     if name == "gate_up":
-        return {"x": make.a(T, D), **norm, "w": make.w(2 * F, D)}, {"F": F}
+        return {"x": make.a(T, D), **norm, "act": SILU, "w": make.w(2 * F, D)}, {"F": F}
     if name == "head":
         ids = {"limit": V, "ids": np.zeros(T, np.int32)}
         return {"x": make.a(T, D), "pick": np.arange(T, dtype=np.int32), **norm, "w": make.w(V, D), **ids}, {}
@@ -96,7 +96,7 @@ ROW_KERNELS = [
 
 # Other forms of a row: what optional arguments and kinds make of it. "ROW FORM" -> arguments.
 FORMS = {
-    "qkv bare": {"norm": None}, "gate_up bare": {"norm": None},
+    "qkv bare": {"norm": None}, "gate_up bare": {"norm": None}, "gate_up gelu": {"act": GELU_TANH},
     "linear_add normed": {"norm": np.linspace(0.5, 1.5, 77, dtype=np.float32), "scale": np.float32([0.6])},
 }  # fmt: skip
 FAST_FORMS = [form for form in FORMS if form != "linear_add normed"]  # those that fast variants take

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from minidflash.kernels.ops import expected
-from minidflash.kernels.table import ROWS, TABLE, parse
+from minidflash.kernels.table import CLAMPED, ROWS, SILU, TABLE, parse
 
 from tests.cases import Make, put
 
@@ -105,6 +105,15 @@ def test_wrong_shapes_are_refused_by_name(ops, call):
             call(**{what: value})
 
 
+def test_other_kinds_than_a_row_has_are_refused_by_name(ops, rng):
+    make = Make(rng, ops.activations)
+    x, norm = put(ops, make.a(3, 24), "A"), put(ops, make.v(24), "f32")
+    work, h = ops.array((ops.backend.work_size(3, 24, 32),), "f32"), ops.array((3, 16), "A")
+    for act in (CLAMPED, 3):
+        with pytest.raises(ValueError, match=rf"gate_up: act is {act}, needed one of \(0, 2\)"):
+            ops.gate_up(x, norm, 1e-6, act, ops.weight([make.w(32, 24)]), work, h)
+
+
 def test_views_with_holes_are_refused(ops, call):
     with pytest.raises(ValueError, match="linear_add: a must be contiguous"):
         call(a=ops.array((3, 48), "A")[:, ::2])
@@ -117,7 +126,7 @@ def test_products_of_sizes_are_checked(ops, rng):
     x, norm = put(ops, make.a(3, 24), "A"), put(ops, make.v(24), "f32")
     work = ops.array((ops.backend.work_size(3, 24, 32),), "f32")
     with pytest.raises(ValueError, match="gate_up: w: 2\\*F is 31, needed 32"):
-        ops.gate_up(x, norm, 1e-6, ops.weight([make.w(31, 24)]), work, ops.array((3, 16), "A"))
+        ops.gate_up(x, norm, 1e-6, SILU, ops.weight([make.w(31, 24)]), work, ops.array((3, 16), "A"))
     record, one = ops.array((1, 10), "i32"), ops.array((1,), "i32")
     with pytest.raises(ValueError, match="accept: record: 2\\*B\\+3 is 10, needed 19"):
         ops.accept(
