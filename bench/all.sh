@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What the results of a GPU come from, stage by stage, each bounded; about 15 minutes of an H100:
-#     bench/all.sh tests texts sanitizer rounds others loops embedded timeline kernels prompts
+#     bench/all.sh tests texts sanitizer rounds others experts loops embedded timeline kernels prompts
 # Results are written into bench/results, or into $OUT, named after CARD (h100). Exit code 1 when a stage failed.
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -39,6 +39,7 @@ for stage in "$@"; do
     sanitizer) within 400 sanitize --jobs 15 --most 8 --seconds 130 --name "sanitizer-$card" ;;
     rounds) within 240 round --shapes qwen3-8b --lossless 2000 --name "round-$card" ;;
     others) within 120 round --shapes smollm2-135m qwen3-4b llama-3.1-8b --contexts 512 2048 --name "round-others-$card" ;;
+    experts) within 60 experts && within 120 moe --name "moe-$card" && within 60 host_memory --name "host-memory-$card" ;;
     loops) within 100 loops --name "loops-$card" ;;
     embedded) within 100 embedded --name "embedded-$card" ;;
     timeline) within 100 timeline --shapes qwen3-8b smollm2-135m --card "$card" ;;
