@@ -3,10 +3,13 @@
  * run and one row tile of its weights. All pieces lie in a row: experts ascending, of one `range` tiles at a
  * time, of those the runs, of a run the tiles. A block takes a stretch of them, or (span) every so-manyth
  * stretch of so many: then the runs of an expert go over the same tiles side by side, and memory gives them
- * once. WARPS warps stream weights, FINISHERS end tiles, as in skinny.cuh. Moves:  the weights of experts
- * that have pairs, once where an expert has one run; token rows once a run and block. Layout: packed weights
- * of skinny.cuh, or of mxfp4.cuh, a matrix behind the other. Bits:   a row's sum runs over a warp's units of
- * K, then warps, each ascending. Who takes which piece, and how many rows are beside it, does not matter. */
+ * once. WARPS warps stream weights, FINISHERS end tiles, as in skinny.cuh; where weights come through a ring
+ * in shared memory, one more warp fills it.
+ * Moves:  the weights of experts that have pairs, once where an expert has one run; token rows once a run and
+ *         block.
+ * Layout: packed weights of skinny.cuh, or of mxfp4.cuh, a matrix behind the other.
+ * Bits:   a row's sum runs over a warp's units of K, then warps, each ascending. Who takes which piece, and
+ *         how many rows are beside it, does not matter. */
 #pragma once
 #include "experts_plan.cuh"
 #include "experts_units.cuh"

@@ -129,8 +129,9 @@ NIBBLES, SCALES = np.arange(16), np.arange(255)
 def test_mxfp4_is_what_it_says_bit_for_bit(ops, column):
     """All nibbles times all scales, one in each row: x = 0 + 1 * (w h) with one h of 1 is the value
     itself."""
-    nibble, scale = (grid.reshape(-1).astype(np.uint8) for grid in np.meshgrid(NIBBLES, SCALES))
-    D = len(nibble)
+    D = len(NIBBLES) * len(SCALES)
+    mixed = np.random.default_rng(0).permutation(D)  # rows of a tile have scales of their own
+    nibble, scale = (grid.reshape(-1)[mixed].astype(np.uint8) for grid in np.meshgrid(NIBBLES, SCALES))
     blocks = np.zeros((D, 1, 16), np.uint8)
     blocks[:, 0, column // 2] = nibble << (4 if column % 2 else 0)
     h = np.zeros((1, 1, 32))

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,67 +20,11 @@ from tests.cases import Make, grouped, run, stored
 from tests.compare import assert_same_bits, real
 from tests.conftest import parameters
 from tests.disassembly import assert_instructions, disassemble_all
-from tests.fast_rows import C, Fast, fast_check, fast_run, on_gpu_backends
-from tests.kernels import test_experts_down, test_experts_up, test_route
+from tests.fast_rows import C, fast_check, fast_run, on_gpu_backends
+from tests.kernels import test_experts_down, test_experts_up
 from tests.kernels.test_compile import needs_nvrtc
 
 TYPES = pytest.mark.parametrize("weights", ["bf16", "mxfp4"])
-
-
-# ---- route --------------------------------------------------------------------------------------------
-
-
-@on_gpu_backends
-@pytest.mark.parametrize("bias, normalise", [(False, 1), (True, 0)])
-@pytest.mark.parametrize("T, E, U, D", [*test_route.SHAPES, (16, 128, 8, 2048), (20, 300, 8, 104)])
-def test_route_matches_oracle(ops, rng, T, E, U, D, bias, normalise):
-    case, size = test_route.make(ops, rng, T, E, U, -(-D // 8) * 8, "bf16", bias, normalise)
-    test_route.assert_routed(fast_run(ops, "route", case, **size), case, U, E)
-
-
-@pytest.fixture
-def halves(monkeypatch):
-    """The tests of route make weights in bf16."""
-    monkeypatch.setattr(test_route, "make", partial(test_route.make, weights="bf16"))
-
-
-@on_gpu_backends
-@pytest.mark.parametrize(
-    "test",
-    [
-        partial(test_route.test_inactive_rows_have_no_experts, idle=[1, 2, 6]),
-        partial(test_route.test_of_equal_logits_the_smaller_id_comes_first, U=4),
-        test_route.test_nan_is_the_least_likely_and_ids_stay_in_range,
-        test_route.test_one_expert_may_have_all_rows,
-    ],
-    ids=["inactive", "equal", "nan", "one"],
-)
-@pytest.mark.filterwarnings("ignore:invalid value")
-def test_route_of_strange_rows(ops, rng, halves, test):
-    test(Fast(ops, "route"), rng)
-    assert ops.backend.variants["route"] == "fast"
-
-
-@on_gpu_backends
-def test_of_equal_logits_of_one_lane_the_smaller_id_comes_first(ops, rng):
-    """A lane of choose.cuh looks after every 32nd expert."""
-    case, size = test_route.make(ops, rng, 3, 100, 5, 40, "bf16", bias=False)
-    case["w"].array[...] = 0
-    assert (fast_run(ops, "route", case, **size)["expert"] == np.arange(5)).all()
-
-
-@on_gpu_backends
-def test_route_has_its_eps(ops, rng):
-    case, size = test_route.make(ops, rng, 3, 9, 2, 40, "bf16")
-    case["x"] = stored(1e-3 * real(case["x"]), "bf16")
-    test_route.assert_routed(fast_run(ops, "route", case, **size), case, 2, 9)
-
-
-@on_gpu_backends
-@pytest.mark.parametrize("T, E, U, D", [(9, 20, 4, 120), (33, 128, 8, 64)])
-def test_a_routed_rows_bits_are_its_own(ops, rng, T, E, U, D):
-    test_route.test_a_rows_bits_are_its_own(Fast(ops, "route"), rng, T, E, U, D)
-    assert ops.backend.variants["route"] == "fast"
 
 
 # ---- the experts' products ----------------------------------------------------------------------------
@@ -206,17 +149,6 @@ def test_every_order_of_blocks_warps_and_lanes_gives_the_same_bits(
             assert_same_bits(got[argument], value, f"seed {seed}: {argument}")
 
 
-@pytest.mark.parametrize("ops", parameters(["emulate"], ["bf16"]), indirect=True)
-@pytest.mark.parametrize("T", [5, 20, 36])
-def test_every_order_routes_the_same_way(ops, rng, T):
-    case, sizes = test_route.make(ops, rng, T, 50, 4, 104, "bf16")
-    want = fast_run(ops, "route", case, **sizes)
-    for seed in range(1, 4):
-        got = fast_run(Ops(type(ops.backend)("bf16", seed=seed)), "route", case, **sizes)
-        for argument, value in want.items():
-            assert_same_bits(got[argument], value, f"seed {seed}: {argument}")
-
-
 @on_gpu_backends
 @BOTH
 def test_weights_of_a_k_that_no_warp_holds_are_read_by_the_plain_kernel(ops, rng, name, make, terms, what):
@@ -315,28 +247,18 @@ def test_true_shapes_keep_to_registers_and_stream(model, arch, tmp_path):
         cut = experts.choose(cols, kind, row)
         for rows in (8, 16, 32):
             shape = experts.frame(cut, cols, kind, count, rows)
-            defines = experts.defines_of(cut, cols, kind, shape, act)
+            defines = experts.defines_of(cut, cols, kind, shape, act, kind == "mxfp4" and rows == 16)
             cubin, log = compiler.compile_cubin(
                 f"{row}_fast.cu", arch, {name: str(value) for name, value in defines.items()}
             )
             for name, used in compiler.resources(log).items():
                 assert (used.stack, used.spill_stores, used.spill_loads) == (0, 0, 0), f"{name}: {defines}"
             cubins.append((f"{row}_fast", cubin))
-            streams.append("LDGSTS.E 128 LTC256B" if shape.ring else "LDG.E 128 NA LTC256B CONSTANT")
+            streams.append("UBLKCP" if shape.ring else "LDG.E 128 NA LTC256B CONSTANT")
     wanted = ["HMMA.16816.F32.BF16", "LDS 128", "SYNCS", "LDGSTS", "ACQBULK", "PREEXIT"]
     found = disassemble_all([cubin for _, cubin in cubins], tmp_path)
     for (name, _), kernels, stream in zip(cubins, found, streams, strict=True):
         assert_instructions(kernels[name], [stream, *wanted])
-
-
-@needs_nvrtc
-@pytest.mark.parametrize("arch", compiler.ARCHES.values())
-@pytest.mark.parametrize("kept", [4, 6])
-@pytest.mark.parametrize("token_tiles", [1, 2])
-def test_route_keeps_to_registers(token_tiles, kept, arch):
-    defines = {"TOKEN_TILES": str(token_tiles), "STREAM_WARPS": "16", "KEPT_CHUNKS": str(kept)}
-    used = compiler.resources(compiler.compile_cubin("route_fast.cu", arch, defines)[1])["route_fast"]
-    assert (used.stack, used.spill_stores, used.spill_loads) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("rows", [1, 8, 9, 16, 17, 32, 33, 2048])
