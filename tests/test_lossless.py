@@ -10,10 +10,10 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from minidflash.kernels.record import EMITTED, TOKENS
 
 import minidflash as md
 from minidflash.errors import UserError
-from minidflash.kernels.record import EMITTED, TOKENS
 from tests.golden_files import golden
 from tests.random_pair import write_random
 from tests.replay import Replay, check_plan, histogram, proposing
