@@ -29,7 +29,7 @@ def _row(part, plain):
     is_round = part["part"].startswith("round")
     return (
         ROUTINGS[part["routing"]], part["part"].replace("_", " "),
-        f"{part['experts']:.1f}" if part["experts"] else "-", f"{part['gb']:.2f}", f"{part['ms']:.2f}",
+        f"{part['experts']:.1f}", f"{part['gb']:.2f}", f"{part['ms']:.2f}",
         f"{part['of_floor']:.0%}", f"{part['ms'] / plain:.2f}" if is_round else "-",
     )  # fmt: skip
 
