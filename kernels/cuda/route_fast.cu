@@ -6,6 +6,10 @@
  * Moves:  E*D*2 bytes; bound by latency.
  * Bits:   a logit's sum runs over a warp's chunks, then warps, each ascending.
  * Truth:  oracle_moe.py route. */
+#ifndef STREAM_WARPS
+#define STREAM_WARPS 16  // a warp or more for each row
+#endif
+
 #include "choose.cuh"
 #include "skinny_tokens.cuh"
 
