@@ -20,8 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import record
 
 import minidflash as md
-from minidflash import drafter, measure, target
-from minidflash.loop import device_ids
+from minidflash import drafter, target
+from minidflash.cli import bench as measure
+from minidflash.state import device_ids
 
 
 def costs(engine, widths=(1, 4, 8, 16), context=64):

@@ -16,13 +16,14 @@ from statistics import median
 
 import numpy as np
 import record
-from round import copy_bandwidth, device
+from round import copy_bandwidth, device, time_prefill
 from shapes import SIZES, fill_caches, random_engine, set_context
 
 import minidflash as md
 from minidflash import drafter as draft
 from minidflash import target as target_pass
-from minidflash.loop import one_round, prefill
+from minidflash.costs import key_bytes
+from minidflash.loop import one_round
 from minidflash.request import Request, release, reserve
 from minidflash.state import device_ids
 
@@ -55,10 +56,6 @@ def dense_bytes(model):
     return dense, each  # the second over all layers
 
 
-def key_bytes(config, context, item=2):
-    return sum(min(layer.window or context, context) * layer.kv_rows * item for layer in config.layers)
-
-
 def measure(ops, shape, context, repeat, bandwidth, prompt):
     engine, seconds = random_engine(ops, shape, max(context + 512, prompt + 64))
     target, drafter, block = engine.target, engine.drafter, engine.drafter.config.block
@@ -69,7 +66,7 @@ def measure(ops, shape, context, repeat, bandwidth, prompt):
     dense, each = dense_bytes(target)
     small, _ = dense_bytes(drafter)
     fc, head = drafter.weights["fc"].nbytes + drafter.weights["kv"].nbytes, target.head.nbytes
-    keys, own = key_bytes(target.config, context), key_bytes(drafter.config, context)
+    keys, own = key_bytes(target.config, context, 2), key_bytes(drafter.config, context, 2)
     touched, layers = s.rows.experts.touched, len(target.layers)
     rng, found["parts"] = np.random.default_rng(3), []
     for routing in ("random", "alike"):
@@ -105,13 +102,7 @@ def measure(ops, shape, context, repeat, bandwidth, prompt):
                 "gb": round(read / 1e9, 3), "floor_ms": round(floor, 3), "of_floor": round(floor / ms, 3),
             })  # fmt: skip
             print(shape, found["parts"][-1], flush=True)
-    times = []
-    for _ in range(3):
-        since = time.perf_counter()
-        prefill(engine, s, request)
-        ops.download(s.record)
-        times.append(time.perf_counter() - since)
-    found["prefill"] = {"tokens": prompt, "ms": round(1e3 * min(times), 2)}
+    found["prefill"] = time_prefill(engine, s, request)
     print(shape, found["prefill"], flush=True)
     release(engine)
     engine.state = engine.programs = None

@@ -74,7 +74,22 @@ class Reader:
         return False
 
 
-class FinalStream:
+class _MarkedStream:
+    """A TextStream of some of the ids: what `_push` takes of each, joined. _text: the TextStream."""
+
+    def push(self, ids):
+        """Take ids, return the new text that will not change any more.
+
+        ids: list of int. Returns str, perhaps "". Errors: none. Source: TextStream.
+        """
+        return "".join([self._push(token) for token in ids])
+
+    def finish(self):
+        """Return what is still held back. Returns str. Errors: none. Source: TextStream."""
+        return self._text.finish()
+
+
+class FinalStream(_MarkedStream):
     """A TextStream's work for final messages: pieces join to what decode gives of their bodies, in turn.
 
     has_begun: a final message has; until then no token can add text. Source: class docstring of TextStream.
@@ -89,13 +104,6 @@ class FinalStream:
         self._reader = Reader(tokenizer, prompt)
         self.has_begun = self._reader.is_final
 
-    def push(self, ids):
-        """Take ids, return the new text that will not change any more.
-
-        ids: list of int. Returns str, perhaps "". Errors: none. Source: TextStream.
-        """
-        return "".join([self._push(token) for token in ids])
-
     def _push(self, token):
         is_body = self._reader.push(token)
         if self._reader.is_final:
@@ -103,12 +111,8 @@ class FinalStream:
             return self._text.push([token]) if is_body else ""
         return self._text.finish()
 
-    def finish(self):
-        """Return what is still held back. Returns str. Errors: none. Source: TextStream."""
-        return self._text.finish()
 
-
-class WholeStream:
+class WholeStream(_MarkedStream):
     """All text as it comes, special tokens written out between what decode gives of the ids between them."""
 
     has_begun = True
@@ -120,21 +124,10 @@ class WholeStream:
         """
         self._tokenizer, self._text = tokenizer, tokenizer.stream()
 
-    def push(self, ids):
-        """Take ids, return the new text that will not change any more.
-
-        ids: list of int. Returns str, perhaps "". Errors: none. Source: TextStream.
-        """
-        return "".join([self._push(token) for token in ids])
-
     def _push(self, token):
         if self._tokenizer.is_shown(token):
             return self._text.push([token])
         return self._text.finish() + (self._tokenizer.backend.id_to_token(token) or "")
-
-    def finish(self):
-        """Return what is still held back. Returns str. Errors: none. Source: TextStream."""
-        return self._text.finish()
 
 
 def open_stream(tokenizer, prompt=(), raw=False):

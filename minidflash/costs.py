@@ -63,7 +63,7 @@ def steps(pair, keys, item):
     if drafter is None:
         return found
     own = sum(one.nbytes for one in drafter.bound.values() if one.role != VECTOR)
-    draft = Step("draft", drafter.config.block, None, own + head + _key_bytes(drafter.config, keys, item))
+    draft = Step("draft", drafter.config.block, None, own + head + key_bytes(drafter.config, keys, item))
     found.append(draft)
     for width in dict.fromkeys(min(width, drafter.config.block) for width in WIDTHS):
         verify = _verify(f"verify {width}", target, width, head, keys, item)
@@ -78,7 +78,7 @@ def break_even(found):
 
 
 def _verify(name, target, rows, head, keys, item):
-    total, touched = head + _key_bytes(target.config, keys, item), []
+    total, touched = head + key_bytes(target.config, keys, item), []
     for where, bound in target.bound.items():
         if bound.role in (VECTOR, TABLE) or where == "head":
             continue
@@ -91,6 +91,6 @@ def _verify(name, target, rows, head, keys, item):
     return Step(name, rows, sum(touched) / len(touched) if touched else None, round(total))
 
 
-def _key_bytes(stack, keys, item):
+def key_bytes(stack, keys, item):
     """Bytes of the keys and values that one row sees; the rows of a block see nearly the same."""
     return sum(min(layer.window or keys, keys) * layer.kv_rows * item for layer in stack.layers)

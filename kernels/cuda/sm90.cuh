@@ -37,14 +37,8 @@ __device__ __forceinline__ void prefetch_l2(const void* global) {
 
 // ---- two bf16 of a word, and its bytes ----
 
-/* Products, each rounded once; subnormals are numbers. */
-__device__ __forceinline__ u32 mul_bf16(u32 a, u32 b) {
-    u32 product;
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
-    return product;
-}
-
-/* The same where b is a number twice: the lower one of `pair` (Half 0) or the upper one. */
+/* Both times one number, the lower of `pair` (Half 0) or the upper. Each product is rounded once; subnormals
+ * are numbers. */
 template <int Half>
 __device__ __forceinline__ u32 mul_bf16_by(u32 a, u32 pair) {
     u32 product;

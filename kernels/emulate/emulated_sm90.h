@@ -22,15 +22,10 @@ inline u32 load_stream_4(const void* global) {
 
 inline void prefetch_l2(const void*) {}
 
-inline u32 mul_bf16(u32 a, u32 b) {
-    auto high = [](u32 pair) { return __uint_as_float(pair & 0xffff0000u); };
-    return pack_bf16(high(a << 16) * high(b << 16), high(a) * high(b));
-}
-
 template <int Half>
 u32 mul_bf16_by(u32 a, u32 pair) {
-    const u32 one = pair >> 16 * Half & 0xffff;
-    return mul_bf16(a, one << 16 | one);
+    const float by = __uint_as_float(Half ? pair & 0xffff0000u : pair << 16);
+    return pack_bf16(__uint_as_float(a << 16) * by, __uint_as_float(a & 0xffff0000u) * by);
 }
 
 inline u32 permute_bytes(u32 low, u32 high, u32 which) {

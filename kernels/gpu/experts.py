@@ -201,21 +201,23 @@ def pack(backend, parts, role, experts):
 
 
 def _launch(backend, row, w, rows, used, tiles, args, cut=None, act=0):
-    """One product. args: function of what `dealt` gives -> the kernel's. False: K does not suit."""
+    """One product. args: function of what `dealt` gives -> the kernel's. Returns the defines that it was
+    compiled with, None where K does not suit."""
     experts, _, cols = w.shape
     cut = cut or choose(cols, w.dtype, row)
     if cut is None or experts > MOST_EXPERTS or cols % 8:
-        return False
+        return None
     shape = frame(cut, cols, w.dtype, experts, rows)
     if shape is None:
-        return False
+        return None
     shared = cut.shared(cols, w.dtype, experts, shape)
     how = dealt(backend.sms, tiles, experts, rows, used, 8 * shape.token_tiles)
+    defines = defines_of(cut, cols, w.dtype, shape, act, w.has_large_scales)
     backend.launch(
-        f"{row}_fast.cu", f"{row}_fast", backend.sms, cut.threads(shape), shared, args(how),
-        defines_of(cut, cols, w.dtype, shape, act, w.has_large_scales), dependent=backend.dependent,
+        f"{row}_fast.cu", f"{row}_fast", backend.sms, cut.threads(shape), shared, args(how), defines,
+        dependent=backend.dependent,
     )  # fmt: skip
-    return True
+    return defines
 
 
 def _route_shared(experts, cols, token_tiles):
@@ -259,7 +261,8 @@ def experts_up(backend, u, w, bias, expert, first, order, act, limit, alpha, wor
             w.cols, *how,
         ]  # fmt: skip
 
-    return _launch(backend, "experts_up", w, rows, used, -(-ffn // (TILE // 2)), args, cut, act)
+    tiles = -(-ffn // (TILE // 2))
+    return True if _launch(backend, "experts_up", w, rows, used, tiles, args, cut, act) else None
 
 
 def experts_down(backend, h, w, bias, expert, share, first, order, tap_row, tap_at, x, taps, work, cut=None):
@@ -275,13 +278,10 @@ def experts_down(backend, h, w, bias, expert, share, first, order, tap_row, tap_
             products, rows, used, w.shape[0], w.rows, w.cols, *how, tap_at, tap_cols,
         ]  # fmt: skip
 
-    if not _launch(backend, "experts_down", w, rows, used, tiles, args, cut):
+    defines = _launch(backend, "experts_down", w, rows, used, tiles, args, cut)
+    if defines is None:
         return None
     if not is_merged:
-        kind = w.dtype
-        cut = cut or choose(w.cols, kind, "experts_down")
-        shape = frame(cut, w.cols, kind, w.shape[0], rows)
-        defines = defines_of(cut, w.cols, kind, shape, has_large_scales=w.has_large_scales)
         sums = [expert, tap_row, x, taps, products, rows, used, w.rows, tap_at, tap_cols]
         blocks = min(-(-tiles * -(-rows // 8) // 4), 16 * backend.sms)
         backend.launch(
