@@ -41,7 +41,7 @@ def draft_rows(ops, model, s):
     """
     rows = s.draft_rows
     ops.stage(s.anchor, s.start, s.fresh, s.done, s.masks, *rows.staged)
-    ops.embed(rows.ids, model.embed, 1.0, rows.x)
+    ops.embed(rows.ids, model.embed, model.embed_scale, rows.x)
     for i, cache in enumerate(s.drafter_caches):
         run_layer(ops, model, i, rows, cache, s.work)
 
@@ -57,4 +57,5 @@ def choose_drafts(ops, model, s, drafted_rows):
         ops.head(rows.x, drafted_rows, *ranked, drafts, s.work)
         return
     mass = s.mass.reshape(len(drafts), -1)
-    ops.propose(rows.x, drafted_rows, rows.slot, rows.pos, *ranked, s.key, s.law, drafts, mass, s.work)
+    where, curve = (drafted_rows, rows.slot, rows.pos), model.config.curve
+    ops.propose(rows.x, *where, *ranked, *curve, s.key, s.law, drafts, mass, s.work)

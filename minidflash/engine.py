@@ -18,9 +18,9 @@ class Model:
     """A stack with its weights on the backend.
 
     config: a Stack. weights: by our names; layers: one dict a layer. embed, head: the tables it reads ids
-    from and ranks them with; a drafter's are its target's. tables: (cos, sin) of each layer, (P, J) f32. ids:
-    it chooses ids below this: what the target's tokenizer knows, so that no padding row of a head is ever
-    drawn.
+    from, times embed_scale, and ranks them with; a drafter's are its target's. tables: (cos, sin) of each
+    layer, (P, J) f32. ids: it chooses ids below this: what the target's tokenizer knows, so that no padding
+    row of a head is ever drawn.
     """
 
     config: Any
@@ -28,6 +28,7 @@ class Model:
     layers: list
     tables: list
     embed: Any = None
+    embed_scale: float = 1.0
     head: Any = None
     ids: int = 0
     nbytes: int = 0
@@ -100,7 +101,7 @@ def load(
         for rotation, count in positions_of(config, draft_config, plan.ctx).items()
     }
     model = build(ops, config, pair.target.bound, tables, progress)
-    model.embed = model.weights["embed"]
+    model.embed, model.embed_scale = model.weights["embed"], config.embed_scale
     model.head = model.weights.get("head", model.embed)
     model.ids, stop_ids = config.vocab, frozenset(config.stop_ids)
     if tokenizer:
@@ -110,6 +111,7 @@ def load(
     if draft_config is not None:
         draft_model = build(ops, draft_config, pair.drafter.bound, tables, progress)
         draft_model.embed, draft_model.head = model.embed, model.head
+        draft_model.embed_scale = model.embed_scale * draft_config.embed_scale
         draft_model.ids = min(draft_config.vocab or model.ids, model.ids)
     if check_contents:
         check_contents()

@@ -119,7 +119,7 @@ def arguments(ops, row, shape, rows, context, like=None, experts="bf16"):
     where = np.arange(sizes["T"]) + context
     values = {
         "eps": 1e-6, "scale": shape["K"] ** -0.5, "window": 0, "causal": 1, "limit": sizes["V"], "tap_at": 0,
-        "act": SILU,
+        "act": SILU, "multiplier": 1.0, "cap": 0.0,
         "ids": where % sizes["V"], "pos": where, "at": where, "begin": where, "end": where + 1,
         "tap_row": np.arange(rows) % BLOCK,
         "pick": np.arange(rows), "left": 1000, "start": context, "stop": -1,

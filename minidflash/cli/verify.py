@@ -228,6 +228,6 @@ def _special(sizes):
         "drafts": [0, 1, 2, 9, 9], "choice": [1, 2, 3, 4, 5], "stop": [99], "start": [7], "anchor": [11],
         "fresh": [2], "left": [9], "fill": [0, 21, 22, 23, 24],
         "key": [11, 0, 0, 9], "law": [0.8, 0.9, 0.02],
-        "mass": [2.0**43, 2.0**40, 2.0**42],
+        "mass": [2.0**43, 2.0**40, 2.0**42], "multiplier": 1.25, "cap": 3.0,
         "normalise": 1, "expert": expert, "first": first, "order": order, "act": 1, "alpha": 1.7,
     }  # fmt: skip
