@@ -22,11 +22,10 @@ from minidflash.weights.transforms import TRANSFORMS
 from minidflash.errors import UserError
 
 WEIGHT_DTYPES = ("BF16", "F32", "F16")  # F16 widens to f32, exactly
-ID_DTYPES = ("I64", "I32", "BOOL")
 # Buffers that old exports carry and that follow from the config.
 SKIPPED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-IDS = "ids"  # role of i32 numbers of the target's ids, no Weight
+IDS, MARKS = "ids", "marks"  # roles of what maps ids, no Weights
 
 
 @dataclass(frozen=True)
@@ -45,8 +44,8 @@ class Named:
     @property
     def dtypes(self):
         """What the sources may be stored as."""
-        if self.role == IDS:
-            return ID_DTYPES
+        if self.role in (IDS, MARKS):
+            return ("I64",) if self.role == IDS else ("BOOL",)
         return ("U8",) if self.transform.startswith("blocks") else WEIGHT_DTYPES
 
     def bind(self, tensors):
