@@ -1,4 +1,4 @@
-"""Variants of experts_up and experts_down for up to 8 pairs, as plain rounds have them: the bits of
+"""Variants of route, experts_up and experts_down for up to 8 pairs, as plain rounds have them: the bits of
 kernels/gpu/experts.py, and less between one kernel's weights and the next one's.
 
 Kernels take half of a multiprocessor at most (kernels/cuda/experts_few.cuh).
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from . import experts
 from .split import CHUNK, SHARED_PER_SM
 
+MOST_ROUTED = 2  # rows, as in route_few.cu
 MOST_PAIRS, MOST_TURNS = 8, 16  # as in experts_few.cuh; row tiles of a cluster of experts_down_few
 STATIC = 1024  # shared bytes that the kernels declare themselves, at most, with what a block costs beside
 # Dynamic shared bytes of a block. Two of experts_up_few do not fit a multiprocessor: the scheduler would put
@@ -62,6 +63,26 @@ def defines_of(few, cols, kind, act=0, has_large_scales=False):
         "TOKEN_ROWS": few.rows, "EVEN_UNITS": int(-(-cols // width) == few.cut.warps * few.cut.units),
         "MXFP4": int(kind == "mxfp4"), "LARGE_SCALES": int(has_large_scales), "ACT": act,
     }  # fmt: skip
+
+
+def route(backend, x, norm, eps, w, bias, normalise, pos, touched, work, u, expert, share, first, order):
+    (rows, cols), used, tiles = x.shape, expert.shape[1], -(-w.rows // experts.TILE)
+    is_few = rows <= MOST_ROUTED and rows * used <= MOST_PAIRS and 1 < tiles <= experts.ROUTE_BLOCKS
+    if w.layout != "packed" or not is_few or cols % 8 or cols > 8 * 32 * experts.ROUTE_WARPS:
+        return experts.route(
+            backend, x, norm, eps, w, bias, normalise, pos, touched, work, u, expert, share, first, order
+        )
+    chunks, padded = -(-cols // CHUNK), experts.TILE * tiles
+    groups = 4 * (2 * padded + 16 + 32 * experts.ROUTE_ROWS)
+    shared = chunks * (1024 + 64 * rows) + 512 * experts.ROUTE_WARPS + 4 * rows * padded + groups
+    defines = {"STREAM_WARPS": experts.ROUTE_WARPS, "TOKEN_TILES": 1, "TOKEN_ROWS": rows}
+    args = [w.data, x, norm, bias, pos, u, expert, share, first, order, touched, eps, normalise]
+    args += [w.rows, used, cols]
+    backend.launch(
+        "route_few.cu", "route_few", tiles, 32 * experts.ROUTE_WARPS, shared, args, defines, cluster=tiles,
+        dependent=backend.dependent,
+    )  # fmt: skip
+    return True
 
 
 def experts_up(backend, u, w, bias, expert, first, order, act, limit, alpha, work, h):
