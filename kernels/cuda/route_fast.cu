@@ -178,32 +178,30 @@ __device__ __forceinline__ void send_logits(const Places& places, int tile, int 
     }
 }
 
-/* The groups of one cluster's rows, from rows_of. By the block. */
-__device__ __forceinline__ void make_groups(const Places& places, int* first, int* order, int* touched,
-                                            int rows, int E, int U) {
-    __syncthreads();  // all rows have chosen
-    if (warp_index() == 0) {
-        const int lane = lane_index(), each = (E + 31) / 32, begin = min(E, lane * each),
-                  end = min(E, begin + each);
-        int pairs = 0, active = 0;
-        for (int e = begin; e < end; ++e)
-            pairs += __popc(places.rows_of[e]), active += places.rows_of[e] != 0;
-        int upto = pairs;
+/* Where the groups of one cluster's rows begin, from rows_of. By a warp. */
+__device__ __forceinline__ void begin_groups(const Places& places, int* first, int* touched, int E) {
+    const int lane = lane_index(), each = (E + 31) / 32, begin = min(E, lane * each),
+              end = min(E, begin + each);
+    int pairs = 0, active = 0;
+    for (int e = begin; e < end; ++e) pairs += __popc(places.rows_of[e]), active += places.rows_of[e] != 0;
+    int upto = pairs;
 #pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-            const int other = __shfl_up_sync(FULL_WARP, upto, step);
-            if (lane >= step) upto += other;
-            active += __shfl_xor_sync(FULL_WARP, active, step);
-        }
-        int at = upto - pairs;
-        for (int e = begin; e < end; ++e) {
-            places.starts[e] = first[e] = at;
-            at += __popc(places.rows_of[e]);
-        }
-        if (lane == 31) first[E] = places.starts[E] = upto;
-        if (lane == 0) atomicAdd(touched, active);
+    for (int step = 1; step < 32; step *= 2) {
+        const int other = __shfl_up_sync(FULL_WARP, upto, step);
+        if (lane >= step) upto += other;
+        active += __shfl_xor_sync(FULL_WARP, active, step);
     }
-    __syncthreads();
+    int at = upto - pairs;
+    for (int e = begin; e < end; ++e) {
+        places.starts[e] = first[e] = at;
+        at += __popc(places.rows_of[e]);
+    }
+    if (lane == 31) first[E] = places.starts[E] = upto;
+    if (lane == 0) atomicAdd(touched, active);
+}
+
+/* Their pairs. By the block. */
+__device__ __forceinline__ void fill_groups(const Places& places, int* order, int rows, int E, int U) {
     for (int r = threadIdx.x; r < rows * U; r += ROUTE_THREADS) {
         const int e = places.chosen[r];
         if (e >= 0) order[places.starts[e] + __popc(places.rows_of[e] & ((1u << r / U) - 1))] = r;
@@ -284,16 +282,28 @@ extern "C" __global__ void __launch_bounds__(ROUTE_THREADS, 1)
     }
     mbarrier_wait_cluster(&arrived, 0);
     __syncwarp();
+    Choice choice[MOST_EACH / WARPS];
 #pragma unroll
     for (int i = 0; i < MOST_EACH / WARPS; ++i) {
-        const int row = warp_index() + i * WARPS, t = begin + row, lane = lane_index();
+        const int row = warp_index() + i * WARPS, lane = lane_index();
         if (row >= count) break;
-        Choice choice{-1, 0.f};
-        if (position[i] >= 0) choice = choose(places.logits + row * 16 * tiles, E, U, normalise);
+        choice[i] = Choice{-1, 0.f, 0.f};
+        if (position[i] >= 0) choice[i] = choose(places.logits + row * 16 * tiles, E, U);
         if (lane >= U) continue;
-        expert[(size_t)t * U + lane] = choice.id, share[(size_t)t * U + lane] = choice.share;
-        places.chosen[row * U + lane] = choice.id;
-        if (choice.id >= 0) atomicOr(places.rows_of + choice.id, 1u << row);
+        places.chosen[row * U + lane] = choice[i].id;
+        if (choice[i].id >= 0) atomicOr(places.rows_of + choice[i].id, 1u << row);
     }
-    if (first) make_groups(places, first, order, touched, count, E, U);
+    __syncthreads();  // all rows have chosen
+    if (first && warp_index() == WARPS - 1) begin_groups(places, first, touched, E);
+#pragma unroll
+    for (int i = 0; i < MOST_EACH / WARPS; ++i) {  // shares, which are late in use, meanwhile
+        const int row = warp_index() + i * WARPS, lane = lane_index();
+        if (row >= count) break;
+        float part = 0.f;
+        if (position[i] >= 0) part = share_of(choice[i], places.logits + row * 16 * tiles, E, U, normalise);
+        const size_t at = (size_t)(begin + row) * U + lane;
+        if (lane < U) expert[at] = choice[i].id, share[at] = part;
+    }
+    __syncthreads();
+    if (first) fill_groups(places, order, count, E, U);
 }
