@@ -81,25 +81,52 @@ def open_pair(
 
     target, drafter: folder, Hugging Face id, "default"; drafter None, False or "none": none; left out: the
     embedded one for the embedded target, else none. revision, drafter_revision: of a Hugging Face id.
-    progress: as load's. needs_weights: False: a folder with config.json alone will do; what its weights are
-    is then foretold. Returns a Pair. Errors: UserError. Source: engine.md 4.
+    progress: as load's. needs_weights: False: none are fetched, and a folder with config.json alone will do;
+    what its weights are is then foretold. Returns a Pair. Errors: UserError. Source: engine.md 4.
     """
     from minidflash.weights import drafter_names, names, open_checkpoint
 
     from .tokenizer import open_tokenizer
 
-    files = open_checkpoint(target, "target", revision, offline, progress, needs_weights)
-    config = read_target(files.config, files.generation, files.tensors)
-    bind = names.bind_target if files.tensors else names.foretell_target
-    opened = Checked(files, config, bind(config, files.tensors))
-    own = None
+    def look(spec, role, revision):
+        """The checkpoint as far as it is here: of one on the hub, that is its small files."""
+        return open_checkpoint(spec, role, revision, offline, progress, False)
+
+    def whole(files, role, read):
+        """(checkpoint, config), with its weights where they are needed."""
+        if needs_weights and files.tensors is None:
+            # Of the commit that was looked at, whatever its branch has become meanwhile.
+            files = open_checkpoint(files.name, role, files.revision, offline, progress)
+        return files, read(files)
+
+    def target_of(files):
+        return read_target(files.config, files.generation, files.tensors)
+
+    def drafter_of(files):
+        return read_drafter(files.config, files.tensors)
+
+    files, found = look(target, "target", revision), None
     if drafter is ...:
         drafter = "default" if target == "default" else None
     if not (drafter is None or drafter is False or is_word(drafter, "none")):
+<<<<<<< HEAD
+        found = look(drafter, "drafter", drafter_revision)
+    config = target_of(files)
+    if found:  # what is no pair is refused before weights are fetched, or read
+        check_pair(config, drafter_of(found))
+    files, config = whole(files, "target", target_of)
+    bind = names.bind_target if files.tensors else names.foretell_target
+    opened, own = Checked(files, config, bind(config, files.tensors)), None
+    if found:
+        found, draft_config = whole(found, "drafter", drafter_of)
+        bind = names.bind_drafter if found.tensors else names.foretell_drafter
+        own = Checked(found, draft_config, bind(draft_config, found.tensors))
+=======
         found = open_checkpoint(drafter, "drafter", drafter_revision, offline, progress, needs_weights)
         draft_config = read_drafter(found.config, found.tensors)
         bind = drafter_names.bind_drafter if found.tensors else drafter_names.foretell_drafter
         own = Checked(found, draft_config, bind(draft_config, found.tensors))
         check_pair(config, draft_config)
         check_tables(config, own)
+>>>>>>> drafters
     return Pair(opened, own, open_tokenizer(files.folder))

@@ -21,8 +21,9 @@ extern "C" __global__ void choose_rows(float* logits, const float* bias, const i
         }
         if (bias)
             for (int e = lane; e < E; e += 32) mine[e] += bias[e];  // each lane reads its own again
-        const Choice choice = choose(mine, E, U, normalise);
-        if (lane < U) expert[at] = choice.id, share[at] = choice.share;
+        const Choice choice = choose(mine, E, U);
+        const float part = share_of(choice, mine, E, U, normalise);
+        if (lane < U) expert[at] = choice.id, share[at] = part;
     }
 }
 

@@ -30,7 +30,7 @@ from dataclasses import replace
 import numpy as np
 
 from ..weight import MATRIX, PAIRS, TABLE, TILE, Weight
-from . import COUNTERS, attend_fast, experts, plain, split
+from . import COUNTERS, attend_fast, experts, experts_few, plain, split
 
 PAIRED = "packed pairs"  # a tile holds 8 gate rows and the 8 up rows that go with them
 
@@ -326,8 +326,8 @@ FAST = {
         head_logits,
         fuse,
         inject,
-        experts.route,
-        experts.experts_up,
-        experts.experts_down,
+        experts_few.route,
+        experts_few.experts_up,
+        experts_few.experts_down,
     )
 }
