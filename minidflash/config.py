@@ -16,12 +16,8 @@ LATER = {
     "qwen3_5": "qwen3_5", "qwen3_5_text": "qwen3_5", "qwen3_5_moe": "qwen3_5",
 }  # fmt: skip
 BUILT = {name: family.architecture for name, family in FAMILIES.items()}
-<<<<<<< HEAD
-DRAFTER = "DFlashDraftModel"
-PADDING = 1024  # rows at most by which two tables of one vocabulary differ; 512 are known (F07)
-=======
 DRAFTER, SPECULATOR = "DFlashDraftModel", "DFlashSpeculator"
->>>>>>> drafters
+PADDING = 1024  # rows at most by which two tables of one vocabulary differ; 512 are known (F07)
 WIDEST = 64  # widest block; above what the drafter was trained on acceptance falls (golden README)
 VARIANTS = {
     "DFlash2DraftModel": "DFlash 2", "DominoDraftModel": "Domino", "DSparkDraftModel": "DSpark",

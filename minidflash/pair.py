@@ -109,7 +109,6 @@ def open_pair(
     if drafter is ...:
         drafter = "default" if target == "default" else None
     if not (drafter is None or drafter is False or is_word(drafter, "none")):
-<<<<<<< HEAD
         found = look(drafter, "drafter", drafter_revision)
     config = target_of(files)
     if found:  # what is no pair is refused before weights are fetched, or read
@@ -119,14 +118,7 @@ def open_pair(
     opened, own = Checked(files, config, bind(config, files.tensors)), None
     if found:
         found, draft_config = whole(found, "drafter", drafter_of)
-        bind = names.bind_drafter if found.tensors else names.foretell_drafter
-        own = Checked(found, draft_config, bind(draft_config, found.tensors))
-=======
-        found = open_checkpoint(drafter, "drafter", drafter_revision, offline, progress, needs_weights)
-        draft_config = read_drafter(found.config, found.tensors)
         bind = drafter_names.bind_drafter if found.tensors else drafter_names.foretell_drafter
         own = Checked(found, draft_config, bind(draft_config, found.tensors))
-        check_pair(config, draft_config)
         check_tables(config, own)
->>>>>>> drafters
     return Pair(opened, own, open_tokenizer(files.folder))
