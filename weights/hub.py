@@ -18,7 +18,7 @@ EMBEDDED = Path(__file__).parent / "default"
 
 
 def resolve(spec, role, revision=None, offline=False, progress=None):
-    """The local folder of a checkpoint, fetched if need be.
+    """The local folder of a checkpoint, fetched if need be, or a GGUF file.
 
     Errors: UserError; code 3 when the network, a package or the disk is what is missing. Source: engine.md 4.
     """
@@ -34,10 +34,12 @@ def resolve(spec, role, revision=None, offline=False, progress=None):
 
         return default_target(offline, progress)
     path = Path(text).expanduser()
-    if text and path.is_dir():
+    if text and (path.is_dir() or (role == "target" and path.suffix == ".gguf" and path.is_file())):
         return path
     if path.suffix == ".gguf" or path.is_file():
-        what = "GGUF files are not read" if path.suffix == ".gguf" else "this is a file"
+        what = "this is a file"
+        if path.suffix == ".gguf":
+            what = "no such GGUF file" if role == "target" else "GGUF files are not read"
         raise UserError(f"{role} {text}: {what}, need a folder, a Hugging Face id or default")
     if isinstance(spec, Path) or not HUB_ID.fullmatch(text):
         raise UserError(f"no {role} folder {text}", hint="give a folder, a Hugging Face id or default")

@@ -298,7 +298,7 @@ def _run(x, pick, address, norm, eps, w, limit, dice, ids, logprob, proposed, wo
     (slot, pos), (key, law) = address, dice
     rows = lay_tokens(x, pick, norm, eps, work, threads)
     y_at, ld = rows * x.shape[1], w.shape[0] * 16
-    matmul(w, rows, work, y_at, ld, threads)
+    matmul(w, rows, x.shape[1], work, y_at, ld, threads)
     for thread in numba.prange(threads):
         bins, listed, mass = _share(work, y_at + rows * ld, thread, (limit + 15) // 16 * 16, limit)
         for i in range(len(pick) * thread // threads, len(pick) * (thread + 1) // threads):
@@ -335,7 +335,7 @@ def _run_reject(x, none_i, pos, norm, eps, w, limit, dice, drafts, drafted, ids,
     key, law = dice
     rows = lay_tokens(x, none_i, norm, eps, work, threads)
     y_at, ld = rows * x.shape[1], w.shape[0] * 16
-    matmul(w, rows, work, y_at, ld, threads)
+    matmul(w, rows, x.shape[1], work, y_at, ld, threads)
     width = len(x) // len(key)
     for thread in numba.prange(threads):
         bins, listed, mass = _share(work, y_at + rows * ld, thread, (limit + 15) // 16 * 16, limit)
