@@ -78,7 +78,8 @@ class Stack:
     """Layers on a residual stream. ropes: that layers name by number. vocab,
     max_positions: 0 when not stated.
 
-    sources: fact -> key of config.json.
+    embed_scale: of what the embedding gives. output_multiplier, soft_cap: of logits, as table.py has them (1
+    and 0: the head's own). sources: fact -> key of config.json.
     """
 
     width: int
@@ -87,7 +88,15 @@ class Stack:
     eps: float
     vocab: int
     max_positions: int
+    embed_scale: float = field(default=1.0, kw_only=True)
+    output_multiplier: float = field(default=1.0, kw_only=True)
+    soft_cap: float = field(default=0.0, kw_only=True)
     sources: dict[str, str] = field(default_factory=dict, compare=False, kw_only=True)
+
+    @property
+    def curve(self):
+        """(multiplier, cap) of the rows that make laws."""
+        return self.output_multiplier, self.soft_cap
 
     @property
     def rotations(self):
@@ -122,13 +131,15 @@ class ModelConfig(Stack):
 
 @dataclass(frozen=True)
 class DrafterConfig(Stack):
-    """A DFlash v1 drafter. block: as trained. mask_id: what fills a block.
-    taps: target layers that feed it, from 0."""
+    """A DFlash v1 drafter. block: as trained. mask_id: what fills a block. taps: target layers that feed it,
+    from 0. layout: of its files (drafter_layouts.py). draft_vocab: ids that a reduced head ranks; 0: all."""
 
     block: int
     mask_id: int
     taps: tuple[int, ...]
     target_layers: int | None
+    layout: str = "z-lab"
+    draft_vocab: int = 0
 
     def context(self, ctx):
         """Positions that a drafted run may use where a plain one may use `ctx`."""

@@ -36,6 +36,8 @@ def open_checkpoint(spec, role, revision=None, offline=False, progress=None, nee
     """
     from minidflash.weights.hub import commit_of, resolve
 
+    if role == "drafter" and Path(str(spec)).suffix == ".gguf" and Path(spec).is_file():
+        return _open_gguf(spec, revision)
     folder = resolve(spec, role, revision, offline, progress, needs_weights)
     if not (folder / "config.json").is_file():
         raise UserError(f"no config.json in {role} folder {folder}", hint=_nearby(folder))
@@ -61,3 +63,14 @@ def _nearby(folder):
     if below:
         return f"give the folder of a checkpoint, such as {below[-1]}"
     return "give the folder of a checkpoint"
+
+
+def _open_gguf(spec, revision):
+    """A GGUF file as a checkpoint: its config is its metadata."""
+    from minidflash.weights.gguf_io import read_gguf
+
+    if revision:
+        raise UserError(f"a revision goes with a Hugging Face id, {str(spec)!r} is none", "leave it out")
+    path = Path(spec)
+    metadata, tensors = read_gguf(path)
+    return Checkpoint(str(spec), path.parent, metadata, None, Tensors(tensors), [(path, path.stat().st_size)])

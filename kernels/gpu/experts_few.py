@@ -1,4 +1,4 @@
-"""Variants of experts_up and experts_down for up to 8 pairs, as plain rounds have them: the bits of
+"""Variants of route, experts_up and experts_down for up to 8 pairs, as plain rounds have them: the bits of
 kernels/gpu/experts.py, and less between one kernel's weights and the next one's.
 
 Kernels take half of a multiprocessor at most (kernels/cuda/experts_few.cuh).
@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from . import experts
 from .split import CHUNK, SHARED_PER_SM
 
+MOST_ROUTED = 2  # rows, as in route_few.cu
 MOST_PAIRS, MOST_TURNS = 8, 16  # as in experts_few.cuh; row tiles of a cluster of experts_down_few
 STATIC = 1024  # shared bytes that the kernels declare themselves, at most, with what a block costs beside
 # Dynamic shared bytes of a block. Two of experts_up_few do not fit a multiprocessor: the scheduler would put
-# them there while another is busy. One of experts_down_few fits beside one of those, so that its weights are on
-# their way meanwhile.
+# them there while another is busy. One of experts_down_few fits beside one of those: its weights are on their
+# way meanwhile.
 LEAST_UP, MOST_UP = SHARED_PER_SM // 2, SHARED_PER_SM // 2 + 6 * 1024
 MOST_DOWN = SHARED_PER_SM - MOST_UP - 2 * (1024 + STATIC)
 MOST_SLOT, MOST_SLOTS = 32768, 16  # bytes of a slot; of a ring
@@ -64,6 +65,26 @@ def defines_of(few, cols, kind, act=0, has_large_scales=False):
     }  # fmt: skip
 
 
+def route(backend, x, norm, eps, w, bias, normalise, pos, touched, work, u, expert, share, first, order):
+    (rows, cols), used, tiles = x.shape, expert.shape[1], -(-w.rows // experts.TILE)
+    is_few = rows <= MOST_ROUTED and rows * used <= MOST_PAIRS and 1 < tiles <= experts.ROUTE_BLOCKS
+    if w.layout != "packed" or not is_few or cols % 8 or cols > 8 * 32 * experts.ROUTE_WARPS:
+        return experts.route(
+            backend, x, norm, eps, w, bias, normalise, pos, touched, work, u, expert, share, first, order
+        )
+    chunks, padded = -(-cols // CHUNK), experts.TILE * tiles
+    groups = 4 * (2 * padded + 16 + 32 * experts.ROUTE_ROWS)
+    shared = chunks * (1024 + 64 * rows) + 512 * experts.ROUTE_WARPS + 4 * rows * padded + groups
+    defines = {"STREAM_WARPS": experts.ROUTE_WARPS, "TOKEN_TILES": 1, "TOKEN_ROWS": rows}
+    args = [w.data, x, norm, bias, pos, u, expert, share, first, order, touched, eps, normalise]
+    args += [w.rows, used, cols]
+    backend.launch(
+        "route_few.cu", "route_few", tiles, 32 * experts.ROUTE_WARPS, shared, args, defines, cluster=tiles,
+        dependent=backend.dependent,
+    )  # fmt: skip
+    return True
+
+
 def experts_up(backend, u, w, bias, expert, first, order, act, limit, alpha, work, h):
     rows, used, ffn = h.shape
     few = None
@@ -75,13 +96,18 @@ def experts_up(backend, u, w, bias, expert, first, order, act, limit, alpha, wor
     return _launch(backend, "experts_up_few", w, few, args, backend.sms, act)
 
 
+def own_bytes(outputs, clusters):
+    """Shared memory in which the products of a cluster's row tiles meet, or None: they are too many."""
+    turns = -(-outputs // (experts.TILE * max(clusters, 1)))
+    return 4 * experts.TILE * MOST_PAIRS * turns if turns <= MOST_TURNS else None
+
+
 def experts_down(backend, h, w, bias, expert, share, first, order, tap_row, tap_at, x, taps, work):
     (rows, used, _), tap_cols = h.shape, 0 if taps is None else taps.shape[1]
     clusters, few = backend.sms // 2, None
-    tiles = -(-w.rows // experts.TILE)
-    turns = -(-tiles // max(clusters, 1))
-    if w.layout == "packed" and rows * used <= MOST_PAIRS and turns <= MOST_TURNS:
-        few = choose(w.cols, w.dtype, "experts_down", rows * used, turns * MOST_PAIRS * experts.TILE * 4)
+    own = own_bytes(w.rows, clusters)
+    if w.layout == "packed" and rows * used <= MOST_PAIRS and own:
+        few = choose(w.cols, w.dtype, "experts_down", rows * used, own)
     if few is None:
         return experts.experts_down(
             backend, h, w, bias, expert, share, first, order, tap_row, tap_at, x, taps, work
