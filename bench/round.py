@@ -140,8 +140,8 @@ def measure(ops, name, contexts, repeat, bandwidth, tokens, prompt):
     found["contexts"] = []
     for context in contexts:
         times = parts(engine, s, context, repeat)
-        kv = context * item * sum(engine.target.config.each("kv_rows"))
-        own = context * item * sum(engine.drafter.config.each("kv_rows"))
+        kv = context * item * sum(engine.target.config.each("kv_width"))
+        own = context * item * sum(engine.drafter.config.each("kv_width"))
         floors = {
             "plain": target + kv,
             "draft": drafter + head + own,

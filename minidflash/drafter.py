@@ -41,7 +41,7 @@ def draft_rows(ops, model, s):
     """
     rows = s.draft_rows
     ops.stage(s.anchor, s.start, s.fresh, s.done, s.masks, *rows.staged)
-    ops.embed(rows.ids, model.embed, 1.0, rows.x)
+    ops.embed(rows.ids, model.embed, model.embed_scale, rows.x)
     for i, cache in enumerate(s.drafter_caches):
         run_layer(ops, model, i, rows, cache, s.work)
 

@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from .drafter import draft
@@ -18,9 +19,9 @@ class Model:
     """A stack with its weights on the backend.
 
     config: a Stack. weights: by our names; layers: one dict a layer. embed, head: the tables it reads ids
-    from and ranks them with; a drafter's are its target's. tables: (cos, sin) of each layer, (P, J) f32. ids:
-    it chooses ids below this: what the target's tokenizer knows, so that no padding row of a head is ever
-    drawn.
+    from, times embed_scale, and ranks them with; a drafter's are its target's. tables: (cos, sin) of each
+    layer, (P, J) f32. ids: it chooses ids below this: what the target's tokenizer knows, so that no padding
+    row of a head is ever drawn.
     """
 
     config: Any
@@ -28,6 +29,7 @@ class Model:
     layers: list
     tables: list
     embed: Any = None
+    embed_scale: float = 1.0
     head: Any = None
     ids: int = 0
     nbytes: int = 0
@@ -102,6 +104,7 @@ def load(
     model = build(ops, config, pair.target.bound, tables, progress)
     model.embed = model.weights["embed"]
     model.head = model.weights.get("head", model.embed)
+    model.embed_scale = in_type(config.embed_scale, pair.target.bound["embed"].parts[0].dtype)
     model.ids, stop_ids = config.vocab, frozenset(config.stop_ids)
     if tokenizer:
         model.ids = min(model.ids, max(1, tokenizer.vocab_size))
@@ -110,6 +113,7 @@ def load(
     if draft_config is not None:
         draft_model = build(ops, draft_config, pair.drafter.bound, tables, progress)
         draft_model.embed, draft_model.head = model.embed, model.head
+        draft_model.embed_scale = model.embed_scale
         draft_model.ids = min(draft_config.vocab or model.ids, model.ids)
     if check_contents:
         check_contents()
@@ -149,6 +153,9 @@ def build(ops, config, bound, tables, progress=None):
             progress("weights", done + 1, len(bound))
     for i, layer in enumerate(model.layers):
         rows = config.layers[i].kv_rows
+        if config.layers[i].v_norm:  # a norm without weights
+            layer["v_norm"] = ops.array((config.layers[i].head_size,), "f32")
+            ops.upload(layer["v_norm"], np.ones(config.layers[i].head_size, np.float32))
         if "k_norm" in model.weights:
             layer["k_norm"] = model.weights["k_norm"][i]
         if "kv_bias" in model.weights:
@@ -156,6 +163,12 @@ def build(ops, config, bound, tables, progress=None):
         if "kv" not in layer:
             layer["kv"] = model.weights["kv"].slice(i * rows, rows)
     return model
+
+
+def in_type(number, dtype):
+    """A number rounded to a checkpoint's BF16, F16 or F32 (MXFP4: not at all), as a float."""
+    kinds = {"BF16": ml_dtypes.bfloat16, "F16": np.float16}
+    return float(np.asarray(number, kinds.get(dtype, np.float32)))
 
 
 def experts_of(bound):

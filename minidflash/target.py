@@ -9,7 +9,7 @@ def forward(ops, model, s, rows, taps):
 
     model: engine.Model. taps: target layers whose output also goes to s.taps, side by side; () for none.
     """
-    ops.embed(rows.ids, model.embed, 1.0, rows.x)
+    ops.embed(rows.ids, model.embed, model.embed_scale, rows.x)
     for i, cache in enumerate(s.caches):
         to, at = (s.taps, taps.index(i) * model.config.width) if i in taps else (None, 0)
         run_layer(ops, model, i, rows, cache, s.work, to, at)

@@ -79,7 +79,8 @@ def logits_of(engine, rows):
     out = ops.array((count, config.vocab), "f32")
     work = ops.array((ops.backend.work_size(count, config.width, config.vocab),), "f32")
     ops.head_logits(rows.x, model.weights["norm"], config.eps, model.head, work, out)
-    return ops.download(out)
+    logits, cap = ops.download(out), config.soft_cap
+    return cap * np.tanh(logits / cap) if cap else logits
 
 
 def clipped(lengths, total):

@@ -1,4 +1,5 @@
-/* route_fast: u = n(x) * norm, rounded once; of W u + bias each row's experts and shares; the groups.
+/* route_fast: r = n(x) * norm, rounded once; of W r + bias each row's experts and shares; the groups. u is r,
+ *         or n(x) * u_norm where U_NORM; a share is times its expert's scale where EXPERT_SCALE.
  * Grid:   a cluster for `each` rows, a block of it for every so-manyth row tile of W. All blocks norm the
  *         rows; logits meet in the first block's shared memory, which chooses and, where there is one
  *         cluster, makes the groups (route.cu's group otherwise). W is asked for before the wait, as much of
@@ -17,6 +18,13 @@
 #define KEPT_CHUNKS 4  // of a warp, in registers
 #endif
 
+#ifndef U_NORM
+#define U_NORM 0
+#endif
+#ifndef EXPERT_SCALE
+#define EXPERT_SCALE 0
+#endif
+
 constexpr int KEPT = KEPT_CHUNKS, ROUTE_THREADS = 32 * WARPS;
 constexpr int LAID_CHUNK = TOKEN_CHUNK + 64;  // bytes: rows are laid without bank conflicts
 constexpr int MOST_EACH = 32;                 // rows of a cluster: a word has a bit for each
@@ -31,6 +39,7 @@ struct Places {
     int *starts, *chosen;   // [E + 1]; [MOST_EACH * 32]
     float* norm;            // [chunks * 32]
     float* bias;            // [16 * tiles]
+    float* u_norm;          // [chunks * 32] where U_NORM
     unsigned char* tokens;  // [chunks] LAID_CHUNK
 
     __device__ __forceinline__ Places(unsigned char* dynamic, int tiles, int chunks) {
@@ -41,7 +50,8 @@ struct Places {
         chosen = starts + 16 * tiles + 16;
         norm = (float*)(chosen + MOST_EACH * 32);
         bias = norm + 32 * chunks;
-        tokens = (unsigned char*)(bias + 16 * tiles);
+        u_norm = bias + 16 * tiles;
+        tokens = (unsigned char*)(u_norm + (U_NORM ? 32 * chunks : 0));
     }
 };
 
@@ -114,20 +124,24 @@ struct NormRow {
         auto both = [r](u32 pair, float low, float high) {
             return pack_bf16(low * (low_f32(pair) * r), high * (high_f32(pair) * r));
         };
+        auto times = [&](const uint4& v, const float* scales) {
+            const float4 a = *(const float4*)scales, b = *(const float4*)(scales + 4);
+            return make_uint4(both(v.x, a.x, a.y), both(v.y, a.z, a.w), both(v.z, b.x, b.y),
+                              both(v.w, b.z, b.w));
+        };
         for (int first = lane_index(); first < pieces(); first += 32 * PARTS)
 #pragma unroll 4
             for (int part = mine << bits; has(part); ++part) {
                 const int piece = first + 32 * part;
                 if (piece >= pieces()) break;
-                const float4 a = *(const float4*)(places.norm + 8 * piece),
-                             b = *(const float4*)(places.norm + 8 * piece + 4);
                 uint4* at = laid(places.tokens, row, piece);  // what this lane wrote itself
-                uint4 v = *at;
-                v = make_uint4(both(v.x, a.x, a.y), both(v.y, a.z, a.w), both(v.z, b.x, b.y),
-                               both(v.w, b.z, b.w));
+                const uint4 raw = *at;
+                uint4 v = times(raw, places.norm + 8 * piece);
                 if (position < 0) v = make_uint4(0, 0, 0, 0);
                 *at = v;
-                if (to && 8 * piece < cols) *(uint4*)(to + 8 * piece) = v;
+                if (!to || 8 * piece >= cols) continue;
+                if (U_NORM && position >= 0) v = times(raw, places.u_norm + 8 * piece);
+                *(uint4*)(to + 8 * piece) = v;
             }
     }
 };
@@ -213,9 +227,10 @@ __device__ __forceinline__ void make_groups(const Places& places, int* first, in
 
 /* first null: groups are another kernel's. */
 extern "C" __global__ void __launch_bounds__(ROUTE_THREADS, 1)
-    route_fast(const u16* w, const bf16* x, const float* norm, const float* bias, const int* pos, bf16* u,
-               int* expert, float* share, int* first, int* order, int* touched, float eps, int normalise,
-               int rows, int E, int U, int cols, int each) {
+    route_fast(const u16* w, const bf16* x, const float* norm, const float* u_norm, const float* bias,
+               const float* expert_scale, const int* pos, bf16* u, int* expert, float* share, int* first,
+               int* order, int* touched, float eps, int normalise, int rows, int E, int U, int cols,
+               int each) {
     extern __shared__ __align__(128) unsigned char dynamic[];
     __shared__ u64 arrived;
     const int rank = cluster_rank(), blocks = cluster_size(), tiles = (E + 15) / 16,
@@ -225,7 +240,10 @@ extern "C" __global__ void __launch_bounds__(ROUTE_THREADS, 1)
     const Places places(dynamic, tiles, chunks);
     uint4 a[2 * KEPT];
     if (rank < tiles) load_kept(a, w, rank, chunks, 0);
-    for (int k = threadIdx.x; k < 32 * chunks; k += ROUTE_THREADS) places.norm[k] = k < cols ? norm[k] : 0.f;
+    for (int k = threadIdx.x; k < 32 * chunks; k += ROUTE_THREADS) {
+        places.norm[k] = k < cols ? norm[k] : 0.f;
+        if (U_NORM) places.u_norm[k] = k < cols ? u_norm[k] : 0.f;
+    }
     for (int i = threadIdx.x; i < chunks * LAID_CHUNK / 16; i += ROUTE_THREADS)
         ((uint4*)places.tokens)[i] = uint4{};  // rows that are not there
     for (int e = threadIdx.x; e < 16 * tiles; e += ROUTE_THREADS)
@@ -291,6 +309,7 @@ extern "C" __global__ void __launch_bounds__(ROUTE_THREADS, 1)
         Choice choice{-1, 0.f};
         if (position[i] >= 0) choice = choose(places.logits + row * 16 * tiles, E, U, normalise);
         if (lane >= U) continue;
+        if (EXPERT_SCALE && choice.id >= 0) choice.share *= expert_scale[choice.id];
         expert[(size_t)t * U + lane] = choice.id, share[(size_t)t * U + lane] = choice.share;
         places.chosen[row * U + lane] = choice.id;
         if (choice.id >= 0) atomicOr(places.rows_of + choice.id, 1u << row);

@@ -129,33 +129,39 @@ def embed(backend, ids, table, scale, x):
     return True
 
 
-def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot, pos, at, cache_k,
-        cache_v, work, q):  # fmt: skip
+def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, v_norm, cos, sin, slot, pos, at,
+        cache_k, cache_v, work, q):  # fmt: skip
     cols, (_, heads, size), (_, groups, cached, _) = wq.cols, q.shape, cache_k.shape
     if (wq.layout, wkv.layout) != ("packed", "packed") or not has_room(heads + 2 * groups, size):
         return None
+    shares = wkv.rows == groups * size
     # Its successor may start once all blocks of this kernel have seen their predecessor end: attend asks for
     # older keys before its own wait, and those must be whole.
     cut = replace(split.choose(wq.rows + wkv.rows, cols, backend.sms), early=False)
 
     def args(here, count):
         return [
-            wq.data, wkv.data, x[here], norm, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot[here],
-            pos[here], at[here], cache_k, cache_v, q[here], work, work[COUNTERS:], eps, count, cols,
-            cut.slices, heads, groups, size, cos.shape[1], cached,
+            wq.data, wkv.data, x[here], norm, q_bias, kv_bias, q_norm, k_norm, v_norm, cos, sin,
+            slot[here], pos[here], at[here], cache_k, cache_v, q[here], work, work[COUNTERS:], eps, count,
+            cols, cut.slices, heads, groups, size, cos.shape[1], cached,
         ]  # fmt: skip
 
     tiles = tiles_of(wq.rows) + tiles_of(wkv.rows)
     is_normed = norm is not None
     return launch(
         backend, "qkv_fast.cu", "qkv_fast", tiles, cut, cols, len(x), args, is_normed, together=True,
-        defines={"NORMED": int(is_normed)},
+        defines={"NORMED": int(is_normed)} | ({"SHARED_KV": 1} if shares else {}) | head_size_define(size),
     )  # fmt: skip
 
 
 def has_room(heads, size):
     """Whether skinny_heads.cuh holds the heads of one launch."""
-    return heads <= 512 and size <= 128
+    return heads <= 512 and size <= 512
+
+
+def head_size_define(size):
+    """-D of skinny_heads.cuh for heads that are larger than usual: a lane has more of them."""
+    return {} if size <= 128 else {"MOST_HEAD_SIZE": 256 if size <= 256 else 512}
 
 
 def linear(backend, a, w, bias, work, y):
@@ -297,7 +303,10 @@ def inject(backend, f, wkv, kv_bias, k_norm, eps, cos, sin, slot, pos, at, cache
             cos.shape[1], cached,
         ]  # fmt: skip
 
-    return launch(backend, "inject_fast.cu", "inject_fast", tiles, cut, wkv.cols, len(f), args, together=True)
+    return launch(
+        backend, "inject_fast.cu", "inject_fast", tiles, cut, wkv.cols, len(f), args, together=True,
+        defines=head_size_define(size),
+    )  # fmt: skip
 
 
 # row of the table -> function(backend, *args) -> True, or None to decline

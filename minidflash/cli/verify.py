@@ -229,5 +229,5 @@ def _special(sizes):
         "fresh": [2], "left": [9], "fill": [0, 21, 22, 23, 24],
         "key": [11, 0, 0, 9], "law": [0.8, 0.9, 0.02],
         "mass": [2.0**43, 2.0**40, 2.0**42],
-        "normalise": 1, "expert": expert, "first": first, "order": order, "act": 1, "alpha": 1.7,
+        "normalise": 1, "adds": 1, "expert": expert, "first": first, "order": order, "act": 1, "alpha": 1.7,
     }  # fmt: skip

@@ -265,7 +265,22 @@ def test_old_keys_are_asked_for_before_the_wait(ops, rng, monkeypatch):
         tables = [cases.put(ops, a, "f32") for a in (cos, sin)]
         weights = [ops.backend.weight([part], "matrix") for part in parts]
         ops.qkv(
-            rows, norm, 1e-6, *weights, None, None, None, None, *tables, *rest[:2], rest[1], k, v, work, q
+            rows,
+            norm,
+            1e-6,
+            *weights,
+            None,
+            None,
+            None,
+            None,
+            None,
+            *tables,
+            *rest[:2],
+            rest[1],
+            k,
+            v,
+            work,
+            q,
         )
         ops.attend(q, k, v, *rest, work, o)
         assert ops.backend.variants["qkv"] == ops.backend.variants["attend"] == "fast"
