@@ -72,7 +72,8 @@ def work_size(backend, rows, cols, outputs):
         return pieces
     cut = split.choose(outputs, cols, backend.sms)
     tiles = -(-outputs // TILE) + 2  # two matrices round up twice
-    finished = split.ROWS * max(outputs, 2 * 16 * backend.sms)  # rows of fuse; bests of head
+    # Rows that are normed as wholes, and their squares a tile; bests of head.
+    finished = split.ROWS * max(outputs + tiles, 2 * 16 * backend.sms)
     return max(pieces, cut.work(tiles) + finished)
 
 
@@ -176,11 +177,21 @@ def linear(backend, a, w, bias, work, y):
 
 
 def linear_add(backend, a, w, bias, norm, eps, scale, tap_row, tap_at, x, taps, work):
-    if w.layout != "packed" or norm is not None or scale is not None:
+    if w.layout != "packed":
         return None
     cut, tiles = split.choose(w.rows, w.cols, backend.sms), tiles_of(w.rows)
     tap_cols = 0 if taps is None else taps.shape[1]
     tap_row = None if taps is None else tap_row
+    if norm is not None or scale is not None:
+
+        def normed_args(here, count):
+            return [
+                w.data, a[here], bias, norm, scale, rows_of(tap_row, here), x[here], taps, work,
+                work[COUNTERS:], eps, count, w.rows, w.cols, cut.slices, tap_at, tap_cols,
+            ]  # fmt: skip
+
+        name = "linear_add_normed_fast"
+        return launch(backend, name + ".cu", name, tiles, cut, w.cols, len(a), normed_args, together=True)
 
     def args(here, count):
         return [
@@ -189,6 +200,21 @@ def linear_add(backend, a, w, bias, norm, eps, scale, tap_row, tap_at, x, taps, 
         ]  # fmt: skip
 
     return launch(backend, "linear_add_fast.cu", "linear_add_fast", tiles, cut, w.cols, len(a), args)
+
+
+def join(backend, a, b, a_norm, b_norm, norm, eps, scale, tap_row, tap_at, x, taps):
+    rows, width = x.shape
+    if not fits_a_block(width):
+        return None
+    tap_cols, tap_row = (0, None) if taps is None else (taps.shape[1], tap_row)
+    args = [a, b, a_norm, b_norm, norm, eps, scale, tap_row, x, taps, width, tap_at, tap_cols]
+    backend.launch("join_fast.cu", "join_fast", rows, 256, 0, args, dependent=backend.dependent)
+    return True
+
+
+def fits_a_block(width):
+    """Whether whole_rows.cuh holds a row."""
+    return width % 4 == 0 and width <= 8192
 
 
 def gate_up(backend, x, norm, eps, act, w, work, h):
@@ -318,6 +344,7 @@ FAST = {
         attend_fast.attend,
         linear,
         linear_add,
+        join,
         gate_up,
         head,
         sample,

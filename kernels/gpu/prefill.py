@@ -14,6 +14,7 @@ from ..table import ROWS
 from ..weight import TILE
 from . import COUNTERS, HAS_WGMMA
 from .attend_fast import attend_prompt
+from .fast import fits_a_block
 
 STAGE_K = 64
 HEADS = {64: 8, 128: 8, 256: 4, 512: 2}  # head size -> heads of a row by one warp of qkv_prefill.cu
@@ -172,10 +173,17 @@ def linear(backend, a, w, bias, work, y):
 
 
 def linear_add(backend, a, w, bias, norm, eps, scale, tap_row, tap_at, x, taps, work, tile=None):
-    if not fits(w) or norm is not None or scale is not None:
+    is_ended = norm is not None or scale is not None
+    if not fits(w) or (is_ended and not fits_a_block(w.rows)):
         return None
     columns = 0 if taps is None else taps.shape[1]
-    laid, _, _ = tokens(backend, a, None, 0.0, work)
+    laid, _, y = tokens(backend, a, None, 0.0, work)
+    if is_ended:
+        product(backend, len(a), w, laid, None, y, tile=tile)
+        tap_row = None if taps is None else tap_row
+        args = [y, bias, norm, eps, scale, tap_row, x, taps, w.rows, tap_at, columns]
+        backend.launch("end_rows.cu", "end_rows", len(a), 256, 0, args, dependent=backend.dependent)
+        return True
     args = [w.data, laid, bias, tap_row, x, taps, len(a), w.rows, w.cols, tap_at, columns]
     launch(backend, "linear_add_prefill.cu", "linear_add_prefill", len(a), w.rows, args, tile=tile)
     return True
