@@ -24,10 +24,11 @@ extern "C" __global__ void choose_rows(float* logits, const float* bias, const f
         }
         if (bias)
             for (int e = lane; e < E; e += 32) mine[e] += bias[e];  // each lane reads its own again
-        Choice choice = choose(mine, E, U, normalise);
+        const Choice choice = choose(mine, E, U);
+        float part = share_of(choice, mine, E, U, normalise);
         if (lane >= U) continue;
-        if (expert_scale) choice.share *= expert_scale[choice.id];
-        expert[at] = choice.id, share[at] = choice.share;
+        if (expert_scale) part *= expert_scale[choice.id];
+        expert[at] = choice.id, share[at] = part;
     }
 }
 

@@ -241,7 +241,7 @@ def route(backend, x, norm, u_norm, eps, w, bias, normalise, expert_scale, pos, 
     blocks, is_whole = max(2, min(ROUTE_BLOCKS, tiles)), rows <= ROUTE_ROWS
     kept = min(6, -(-cols // CHUNK // ROUTE_WARPS))
     defines = {"TOKEN_TILES": token_tiles, "STREAM_WARPS": ROUTE_WARPS, "KEPT_CHUNKS": kept}
-    defines |= ({"U_NORM": 1} if norms > 1 else {}) | ({} if expert_scale is None else {"EXPERT_SCALE": 1})
+    defines |= route_defines(u_norm, expert_scale)
     groups = first if is_whole else None
     args = [w.data, x, norm, u_norm, bias, expert_scale, pos, u, expert, share, groups, order, touched]
     args += [eps, normalise, rows, w.rows, used, cols, ROUTE_ROWS]
@@ -253,6 +253,17 @@ def route(backend, x, norm, u_norm, eps, w, bias, normalise, expert_scale, pos, 
     if not is_whole:
         plain.group(backend, w.rows, touched, expert, first, order, backend.dependent)
     return True
+
+
+def route_defines(u_norm, expert_scale):
+    """-D of route.cuh."""
+    given = {"U_NORM": u_norm, "EXPERT_SCALE": expert_scale}
+    return {name: 1 for name, value in given.items() if value is not None}
+
+
+def adds_define(adds):
+    """-D of the kernels of experts_down."""
+    return {} if adds else {"ADDS": 0}
 
 
 def experts_up(backend, u, w, bias, expert, first, order, act, limit, alpha, work, h, cut=None):
@@ -285,7 +296,7 @@ def experts_down(backend, h, w, bias, expert, share, first, order, adds, tap_row
         ]  # fmt: skip
 
     defines = _launch(
-        backend, "experts_down", w, rows, used, tiles, args, cut, more=None if adds else {"ADDS": 0}
+        backend, "experts_down", w, rows, used, tiles, args, cut, more=adds_define(adds)
     )
     if defines is None:
         return None
