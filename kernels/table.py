@@ -14,8 +14,13 @@ A row of activations with `pos < 0` is inactive: nothing is stored for it.
 Where a layer has experts, route chooses U of them for each row. Pair r = t * U + k is the k-th choice of row
 t, and the pairs of expert e are order[first[e] : first[e + 1]], r ascending; an inactive row is in no group
 and its experts are -1, and so is order behind the last group. touched counts experts with a pair.
+
+A law is a softmax over cap * tanh(multiplier * z / cap) of the bare logits z = W n(x), over multiplier * z
+where cap is 0. Both rise with z, so the likeliest id is that of the bare logits, which is what head takes,
+and ids are ranked by these: where f32 rounds two capped logits to one number, the larger bare one is first.
 """
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -44,12 +49,13 @@ TABLE = {
     "tap_row:i32[T]? tap_at:i32 &x:A[T,D] &taps:A[R,C]?",
     "head": "x:A[T,D] pick:i32[M] norm:f32[D] eps:f32 w:W[V,D] limit:i32 &ids:i32[T] &work:f32[Z]",
     "sample": "x:A[T,D] pick:i32[M] slot:i32[T] pos:i32[T] norm:f32[D] eps:f32 w:W[V,D] limit:i32 "
-    "key:i32[N,4] law:f32[N,3] &ids:i32[T] &logprob:f32[T,2]? &work:f32[Z]",
+    "multiplier:f32 cap:f32 key:i32[N,4] law:f32[N,3] &ids:i32[T] &logprob:f32[T,2]? &work:f32[Z]",
     "propose": "x:A[T,D] pick:i32[M] slot:i32[T] pos:i32[T] norm:f32[D] eps:f32 w:W[V,D] limit:i32 "
-    "key:i32[N,4] law:f32[N,3] &ids:i32[T] &mass:f32[T,V] &work:f32[Z]",
-    "reject": "x:A[T,D] pos:i32[T] norm:f32[D] eps:f32 w:W[V,D] limit:i32 key:i32[N,4] law:f32[N,3] "
-    "drafts:i32[N,B] mass:f32[N,B,V] &ids:i32[T] &logprob:f32[T,2]? &work:f32[Z]",
-    "head_logits": "x:A[T,D] norm:f32[D] eps:f32 w:W[V,D] &work:f32[Z] -> logits:f32[T,V]",
+    "multiplier:f32 cap:f32 key:i32[N,4] law:f32[N,3] &ids:i32[T] &mass:f32[T,V] &work:f32[Z]",
+    "reject": "x:A[T,D] pos:i32[T] norm:f32[D] eps:f32 w:W[V,D] limit:i32 multiplier:f32 cap:f32 "
+    "key:i32[N,4] law:f32[N,3] drafts:i32[N,B] mass:f32[N,B,V] &ids:i32[T] &logprob:f32[T,2]? &work:f32[Z]",
+    "head_logits": "x:A[T,D] norm:f32[D] eps:f32 w:W[V,D] multiplier:f32 cap:f32 &work:f32[Z] -> "
+    "logits:f32[T,V]",
     "fuse": "taps:A[T,C] w:W[D,C] norm:f32[D] eps:f32 &work:f32[Z] -> f:A[T,D]",
     "inject": "f:A[T,D] wkv:W[L*2*G*K,D] kv_bias:f32[L*2*G*K]? k_norm:f32[L,K]? eps:f32 cos:f32[P,J] "
     "sin:f32[P,J] slot:i32[T] pos:i32[T] at:i32[T] &cache_k:A[L,N,G,S,K] &cache_v:A[L,N,G,S,K] &work:f32[Z]",
@@ -116,13 +122,29 @@ ROLES = {
     ("experts_down", "w"): EXPERTS,
 }  # fmt: skip
 SILU, CLAMPED, GELU_TANH = range(3)
+
+
+class Range:
+    """Finite numbers above `low`, which is one of them where `closed`."""
+
+    def __init__(self, low, closed):
+        self.low, self.closed = low, closed
+
+    def __contains__(self, value):
+        return math.isfinite(value) and (value > self.low or (self.closed and value == self.low))
+
+    def __repr__(self):
+        return f"the finite numbers {'from' if self.closed else 'above'} {self.low}"
+
+
 # What a scalar may be, where that is not any number.
 ALLOWED = {
     ("gate_up", "act"): (SILU, GELU_TANH), ("experts_up", "act"): (SILU, CLAMPED, GELU_TANH),
     ("experts_down", "adds"): (0, 1),
 }  # fmt: skip
-# Optional arguments with which only a row's plain variant runs: benches and `verify` leave them out.
-PLAIN_ONLY = {"linear_add": ("norm", "scale")}
+BENT = "sample", "propose", "reject", "head_logits"  # rows of capped logits
+ALLOWED |= {(name, "multiplier"): Range(0, False) for name in BENT}
+ALLOWED |= {(name, "cap"): Range(0, True) for name in BENT}
 
 
 def role_of(row, weight):

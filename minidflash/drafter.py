@@ -57,4 +57,5 @@ def choose_drafts(ops, model, s, drafted_rows):
         ops.head(rows.x, drafted_rows, *ranked, drafts, s.work)
         return
     mass = s.mass.reshape(len(drafts), -1)
-    ops.propose(rows.x, drafted_rows, rows.slot, rows.pos, *ranked, s.key, s.law, drafts, mass, s.work)
+    where, curve = (drafted_rows, rows.slot, rows.pos), model.config.curve
+    ops.propose(rows.x, *where, *ranked, *curve, s.key, s.law, drafts, mass, s.work)

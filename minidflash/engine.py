@@ -113,7 +113,7 @@ def load(
     if draft_config is not None:
         draft_model = build(ops, draft_config, pair.drafter.bound, tables, progress)
         draft_model.embed, draft_model.head = model.embed, model.head
-        draft_model.embed_scale = model.embed_scale
+        draft_model.embed_scale = model.embed_scale * draft_config.embed_scale
         draft_model.ids = min(draft_config.vocab or model.ids, model.ids)
     if check_contents:
         check_contents()

@@ -110,6 +110,11 @@ class Stack:
     sources: dict[str, str] = field(default_factory=dict, compare=False, kw_only=True)
 
     @property
+    def curve(self):
+        """(multiplier, cap) of the rows that make laws."""
+        return self.output_multiplier, self.soft_cap
+
+    @property
     def rotations(self):
         """(rope, rotary width) of every layer; equal ones share their tables of angles."""
         return [(self.ropes[layer.rope], layer.head_size) for layer in self.layers]

@@ -25,16 +25,16 @@ def choose(ops, model, s, rows, pick, ids, choice):
     if choice == "likeliest":
         ops.head(rows.x, pick, *ranked, ids, s.work)
         return
-    logprob = s.logprob[: len(ids)] if choice == "scored" else None
-    ops.sample(rows.x, pick, rows.slot, rows.pos, *ranked, s.key, s.law, ids, logprob, s.work)
+    logprob, curve = s.logprob[: len(ids)] if choice == "scored" else None, model.config.curve
+    ops.sample(rows.x, pick, rows.slot, rows.pos, *ranked, *curve, s.key, s.law, ids, logprob, s.work)
 
 
 def accept_or_redraw(ops, model, s, rows, ids, choice):
     """ids[r] = the draft behind row r of a verify pass, or by rejection sampling another in its place.
     choice: as above."""
     ranked = model.weights["norm"], model.config.eps, model.head, model.ids
-    logprob = s.logprob[: len(ids)] if choice == "scored" else None
-    ops.reject(rows.x, rows.pos, *ranked, s.key, s.law, s.drafts, s.mass, ids, logprob, s.work)
+    logprob, curve = s.logprob[: len(ids)] if choice == "scored" else None, model.config.curve
+    ops.reject(rows.x, rows.pos, *ranked, *curve, s.key, s.law, s.drafts, s.mass, ids, logprob, s.work)
 
 
 def verify(ops, model, s, width, taps, all_rows, choice="likeliest"):

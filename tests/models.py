@@ -78,9 +78,8 @@ def logits_of(engine, rows):
     count = len(rows.ids)
     out = ops.array((count, config.vocab), "f32")
     work = ops.array((ops.backend.work_size(count, config.width, config.vocab),), "f32")
-    ops.head_logits(rows.x, model.weights["norm"], config.eps, model.head, work, out)
-    logits, cap = ops.download(out), config.soft_cap
-    return cap * np.tanh(logits / cap) if cap else logits
+    ops.head_logits(rows.x, model.weights["norm"], config.eps, model.head, *config.curve, work, out)
+    return ops.download(out)
 
 
 def clipped(lengths, total):

@@ -62,7 +62,7 @@ def draft_logits(engine, s):
     target, w = engine.target, engine.drafter.weights
     out = ops.array((count, target.config.vocab), "f32")
     work = ops.array((ops.backend.work_size(count, target.config.width, target.config.vocab),), "f32")
-    ops.head_logits(s.draft_rows.x, w["norm"], engine.drafter.config.eps, target.head, work, out)
+    ops.head_logits(s.draft_rows.x, w["norm"], engine.drafter.config.eps, target.head, 1.0, 0.0, work, out)
     return ops.download(out)[1:]
 
 

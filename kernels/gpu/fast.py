@@ -191,8 +191,10 @@ def linear_add(backend, a, w, bias, norm, eps, scale, tap_row, tap_at, x, taps, 
                 work[COUNTERS:], eps, count, w.rows, w.cols, cut.slices, tap_at, tap_cols,
             ]  # fmt: skip
 
-        name = "linear_add_normed_fast"
-        return launch(backend, name + ".cu", name, tiles, cut, w.cols, len(a), normed_args, together=True)
+        return launch(
+            backend, "linear_add_normed_fast.cu", "linear_add_normed_fast", tiles, cut, w.cols, len(a),
+            normed_args, together=True,
+        )  # fmt: skip
 
     def args(here, count):
         return [
@@ -250,35 +252,44 @@ def _room(w, work, rows):
     return work[at : at + rows * w.rows].reshape(rows, w.rows)
 
 
-def sample(backend, x, pick, slot, pos, norm, eps, w, limit, key, law, ids, logprob, work):
+def sample(backend, x, pick, slot, pos, norm, eps, w, limit, multiplier, cap, key, law, ids, logprob, work):
     if w.layout != "packed":
         return None
     logits = _room(w, work, len(pick))
     if len(pick) and _logits(backend, x, pick, norm, eps, w, work, logits):
-        plain.draw(backend, logits, w.rows, pick, slot, pos, limit, key, law, ids, logprob)
+        plain.draw(backend, logits, w.rows, pick, slot, pos, limit, (multiplier, cap), key, law, ids, logprob)
     return True
 
 
-def propose(backend, x, pick, slot, pos, norm, eps, w, limit, key, law, ids, mass, work):
+def propose(backend, x, pick, slot, pos, norm, eps, w, limit, multiplier, cap, key, law, ids, mass, work):
     if w.layout != "packed":
         return None
     logits = _room(w, work, len(pick))
     if len(pick) and _logits(backend, x, pick, norm, eps, w, work, logits):
-        plain.draw(backend, logits, w.rows, pick, slot, pos, limit, key, law, ids, None, mass, plain.DRAFT)
+        curve = multiplier, cap
+        plain.draw(
+            backend, logits, w.rows, pick, slot, pos, limit, curve, key, law, ids, None, mass, plain.DRAFT
+        )
     return True
 
 
-def reject(backend, x, pos, norm, eps, w, limit, key, law, drafts, mass, ids, logprob, work):
+def reject(backend, x, pos, norm, eps, w, limit, multiplier, cap, key, law, drafts, mass, ids, logprob, work):
     if w.layout != "packed":
         return None
     logits = _room(w, work, len(x))
     _logits(backend, x, None, norm, eps, w, work, logits)
-    plain.accept_or_redraw(backend, logits, pos, limit, key, law, drafts, mass, ids, logprob)
+    plain.accept_or_redraw(
+        backend, logits, pos, limit, (multiplier, cap), key, law, drafts, mass, ids, logprob
+    )
     return True
 
 
-def head_logits(backend, x, norm, eps, w, work, logits):
-    return None if w.layout != "packed" else _logits(backend, x, None, norm, eps, w, work, logits)
+def head_logits(backend, x, norm, eps, w, multiplier, cap, work, logits):
+    if w.layout != "packed":
+        return None
+    done = _logits(backend, x, None, norm, eps, w, work, logits)
+    plain.bend(backend, logits, multiplier, cap)
+    return done
 
 
 def _logits(backend, x, pick, norm, eps, w, work, logits):

@@ -184,48 +184,70 @@ def _picked_logits(backend, x, pick, norm, eps, w, work):
     return y
 
 
-def sample(backend, x, pick, slot, pos, norm, eps, w, limit, key, law, ids, logprob, work):
+def sample(backend, x, pick, slot, pos, norm, eps, w, limit, multiplier, cap, key, law, ids, logprob, work):
     if len(pick):
         y = _picked_logits(backend, x, pick, norm, eps, w, work)
-        draw(backend, y, w.rows, pick, slot, pos, limit, key, law, ids, logprob)
+        draw(backend, y, w.rows, pick, slot, pos, limit, (multiplier, cap), key, law, ids, logprob)
 
 
-def propose(backend, x, pick, slot, pos, norm, eps, w, limit, key, law, ids, mass, work):
+def propose(backend, x, pick, slot, pos, norm, eps, w, limit, multiplier, cap, key, law, ids, mass, work):
     if len(pick):
         y = _picked_logits(backend, x, pick, norm, eps, w, work)
-        draw(backend, y, w.rows, pick, slot, pos, limit, key, law, ids, None, mass, DRAFT)
+        draw(backend, y, w.rows, pick, slot, pos, limit, (multiplier, cap), key, law, ids, None, mass, DRAFT)
 
 
-def reject(backend, x, pos, norm, eps, w, limit, key, law, drafts, mass, ids, logprob, work):
+def reject(backend, x, pos, norm, eps, w, limit, multiplier, cap, key, law, drafts, mass, ids, logprob, work):
     y = _picked_logits(backend, x, None, norm, eps, w, work)
-    accept_or_redraw(backend, y, pos, limit, key, law, drafts, mass, ids, logprob)
+    accept_or_redraw(backend, y, pos, limit, (multiplier, cap), key, law, drafts, mass, ids, logprob)
 
 
-def draw(backend, logits, stride, pick, slot, pos, limit, key, law, ids, logprob, mass=None, purpose=DRAW):
-    """The end of sample and propose: ids from the picked rows' logits, which lie `stride` f32 apart."""
+def draw(backend, logits, stride, pick, slot, pos, limit, curve, key, law, ids, logprob, mass=None,
+         purpose=DRAW):  # fmt: skip
+    """The end of sample and propose: ids from the picked rows' logits, which lie `stride` f32 apart.
+
+    curve: multiplier and cap.
+    """
     args = [logits, pick, slot, pos, key, law, ids, logprob, mass, purpose, limit, stride]
-    _launch_law(backend, "sample", len(pick), limit, args)
+    _launch_law(backend, "sample", len(pick), limit, args, curve)
 
 
-def accept_or_redraw(backend, logits, pos, limit, key, law, drafts, mass, ids, logprob):
+def accept_or_redraw(backend, logits, pos, limit, curve, key, law, drafts, mass, ids, logprob):
     """The end of reject, from the logits of all rows."""
     slots, block, stride = mass.shape
     args = [logits, pos, key, law, drafts, mass, ids, logprob, len(pos) // slots, block, limit, stride]
-    _launch_law(backend, "reject", len(pos), limit, args)
+    _launch_law(backend, "reject", len(pos), limit, args, curve)
 
 
-def _launch_law(backend, kernel, rows, limit, args):
-    """A kernel of law.cuh. How many blocks and threads share a row does not show in its ids."""
+def _launch_law(backend, kernel, rows, limit, args, curve):
+    """A kernel of law.cuh. How many blocks and threads share a row does not show in its ids.
+
+    Laws of bare logits have machine code of their own.
+    """
+    defines, args = {"SOFTCAP": 1} if is_bent(*curve) else None, [*args, *map(float, curve)]
     blocks = 8 if limit >= CLUSTER_FROM else 1
     threads = 512 if limit > 4096 else 128
     backend.launch(
-        f"{kernel}.cu", kernel, rows * blocks, threads, 0, args, cluster=blocks, dependent=backend.dependent
-    )
+        f"{kernel}.cu", kernel, rows * blocks, threads, 0, args, defines, cluster=blocks,
+        dependent=backend.dependent,
+    )  # fmt: skip
 
 
-def head_logits(backend, x, norm, eps, w, work, logits):
+def is_bent(multiplier, cap):
+    """Whether laws see other logits than the head's own."""
+    return (multiplier, cap) != (1, 0)
+
+
+def bend(backend, logits, multiplier, cap):
+    """Scales and caps them in place."""
+    if is_bent(multiplier, cap):
+        args = [logits, float(multiplier), float(cap), logits.size]
+        backend.launch("head_logits.cu", "cap_logits", _blocks(backend, logits.size // 32), THREADS, 0, args)
+
+
+def head_logits(backend, x, norm, eps, w, multiplier, cap, work, logits):
     laid, _ = _laid(backend, x, None, norm, eps, work)
     _linear(backend, w, laid, "f32", logits, w.rows)
+    bend(backend, logits, multiplier, cap)
 
 
 def fuse(backend, taps, w, norm, eps, work, f):

@@ -13,6 +13,7 @@ from .terminal import write
 ROTATED = 128 << 20  # bytes of different weights between two uses of the same: more than any cache holds
 BLOCK = 16
 # Ends of names of optional arguments that are not timed.
+NOT_TIMED = ("linear_add", "norm"), ("linear_add", "scale")
 LEFT_OUT = "bias", "sinks", "logprob", "v_norm", "u_norm", "expert_scale"
 EXPERT_ROWS = "route", "experts_up", "experts_down"
 
@@ -108,7 +109,7 @@ def arguments(ops, row, shape, rows, context, like=None, experts="bf16"):
     """
     from minidflash.kernels.ops import expected
     from minidflash.kernels.oracle_moe import group
-    from minidflash.kernels.table import CLAMPED, PLAIN_ONLY, SILU, role_of
+    from minidflash.kernels.table import CLAMPED, SILU, role_of
 
     rng = np.random.default_rng(1)
     sizes = shape | {"T": rows, "N": 1, "M": rows, "S": context + max(rows, BLOCK), "R": BLOCK,
@@ -121,7 +122,7 @@ def arguments(ops, row, shape, rows, context, like=None, experts="bf16"):
     where = np.arange(sizes["T"]) + context
     values = {
         "eps": 1e-6, "scale": shape["K"] ** -0.5, "window": 0, "causal": 1, "limit": sizes["V"], "tap_at": 0,
-        "act": SILU,
+        "act": SILU, "multiplier": 1.0, "cap": 0.0,
         "ids": where % sizes["V"], "pos": where, "at": where, "begin": where, "end": where + 1,
         "tap_row": np.arange(rows) % BLOCK,
         "pick": np.arange(rows), "left": 1000, "start": context, "stop": -1,
@@ -152,7 +153,7 @@ def arguments(ops, row, shape, rows, context, like=None, experts="bf16"):
             found.append(like[i])
         elif arg.dims is None:
             found.append(values[arg.name])
-        elif arg.optional and (arg.name.endswith(LEFT_OUT) or arg.name in PLAIN_ONLY.get(row.name, ())):
+        elif arg.optional and (arg.name.endswith(LEFT_OUT) or (row.name, arg.name) in NOT_TIMED):
             found.append(None)
         else:
             found.append(_buffer(ops, arg, tuple(expected(dim, sizes) for dim in arg.dims), values, rng))

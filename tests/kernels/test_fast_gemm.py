@@ -186,6 +186,13 @@ HEAD_SHAPES = [(1, 576, 5003), (16, 576, 384), (5, 123, 77), (17, 80, 509), (3, 
 
 
 @on_gpu_backends
+@pytest.mark.parametrize("multiplier, cap", [(0.375, 9.0), (2.5, 0.0)])
+def test_head_logits_are_scaled_and_capped(ops, rng, multiplier, cap):
+    case = test_head_logits.make(ops, rng, 17, 80, 509, "bf16") | {"multiplier": multiplier, "cap": cap}
+    fast_check(ops, "head_logits", case, test_head_logits.terms_of(case), C_NORMED)
+
+
+@on_gpu_backends
 @pytest.mark.parametrize("T, D, V", HEAD_SHAPES)
 def test_head_is_the_argmax_of_head_logits(ops, rng, T, D, V):
     case = test_head_logits.make(ops, rng, T, D, V, "bf16")

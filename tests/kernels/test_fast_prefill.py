@@ -152,7 +152,7 @@ def test_odd_columns_are_left_to_the_other_kernels(ops, frame, rng):
 
 @on_gpu_backends
 @pytest.mark.parametrize(
-    "form", ["linear", "linear_add", "gate_up", "qkv", "fuse", "inject", *test_rows.FAST_FORMS]
+    "form", ["linear", "linear_add", "gate_up", "qkv", "fuse", "inject", *test_rows.PROMPT_FORMS]
 )
 def test_a_row_alone_has_the_bits_of_a_chunk(ops, frame, rng, form, monkeypatch):
     """Rows of a chunk of 64, in chunks of 1 and 17, under every tile."""

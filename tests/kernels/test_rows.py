@@ -27,6 +27,7 @@ def make(name, rng, activations, weights):
     cos, sin = make.tables(S, K // 2)
     kinds = {"A": storage(activations)}
     norm = {"norm": make.v(D, around=1), "eps": EPS}
+    bare = {"multiplier": 1.0, "cap": 0.0}
     turn = {"cos": cos, "sin": sin, "slot": slot, "pos": pos}
     if name == "embed":
         ids = rng.integers(0, V, T).astype(np.int32)
@@ -76,9 +77,9 @@ def make(name, rng, activations, weights):
             if name == "sample"
             else {"mass": np.zeros((T, V), np.float32)}
         )
-        return {"x": make.a(T, D), **where, **norm, "w": make.w(V, D), **out}, {}
+        return {"x": make.a(T, D), **where, **norm, **bare, "w": make.w(V, D), **out}, {}
     if name == "head_logits":
-        return {"x": make.a(T, D), **norm, "w": make.w(V, D)}, {}
+        return {"x": make.a(T, D), **norm, **bare, "w": make.w(V, D)}, {}
     if name == "fuse":
         return {"taps": make.a(T, 2 * D), "w": make.w(D, 2 * D), **norm}, {}
     if name == "inject":
@@ -105,8 +106,10 @@ FORMS = {
                    "kv_bias": None, "v_norm": np.linspace(0.5, 1.5, 24, dtype=np.float32)},
     "qkv bare": {"norm": None}, "gate_up bare": {"norm": None}, "gate_up gelu": {"act": GELU_TANH},
     "linear_add normed": {"norm": np.linspace(0.5, 1.5, 77, dtype=np.float32), "scale": np.float32([0.6])},
+    "sample capped": {"multiplier": 0.7, "cap": 1.5}, "head_logits capped": {"multiplier": 0.7, "cap": 1.5},
 }  # fmt: skip
 FAST_FORMS = [form for form in FORMS if form != "linear_add normed"]  # those that fast variants take
+PROMPT_FORMS = [form for form in FAST_FORMS if "capped" not in form]  # those of rows of a prompt
 
 
 def make_form(form, rng, activations, weights):
