@@ -207,7 +207,7 @@ def linear_add(backend, a, w, bias, norm, eps, scale, tap_row, tap_at, x, taps, 
 
 def join(backend, a, b, a_norm, b_norm, norm, eps, scale, tap_row, tap_at, x, taps):
     rows, width = x.shape
-    if not fits_a_block(width):
+    if backend.activations != "bf16" or not fits_a_block(width):
         return None
     tap_cols, tap_row = (0, None) if taps is None else (taps.shape[1], tap_row)
     args = [a, b, a_norm, b_norm, norm, eps, scale, tap_row, x, taps, width, tap_at, tap_cols]
