@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from minidflash.kernels.sizes import SIZES
 from minidflash.kernels.table import CLAMPED, GELU_TANH, SILU
 from minidflash.kernels.weight import EXPERT_PAIRS, EXPERTS
-from minidflash.weights import names
+from minidflash.weights import drafter_names, names
 
 from minidflash.engine import Engine, build, in_type
 from minidflash.fit import positions_of
@@ -130,7 +130,7 @@ def random_engine(ops, shape, ctx, seed=0, chunk=None):
     dense = {name: named for name, named in table.items() if name not in of_experts}
     big = build(ops, target, random_bound(dense, rng), tables)
     put_experts(ops, big, of_experts, rng)
-    small = build(ops, drafter, random_bound(names.drafter_table(drafter), rng), tables)
+    small = build(ops, drafter, random_bound(drafter_names.drafter_table(drafter), rng), tables)
     big.embed, big.head = big.weights["embed"], big.weights.get("head", big.weights["embed"])
     small.embed, small.head = big.embed, big.head
     big.embed_scale = small.embed_scale = in_type(target.embed_scale, "BF16")

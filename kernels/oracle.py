@@ -9,7 +9,7 @@ of integers: oracle_control.py.
 
 import numpy as np
 
-from .oracle_control import accept, stage, stage_context  # noqa: F401 rows of the table too
+from .oracle_control import accept, stage, stage_context, widen  # noqa: F401 rows of the table too
 from .table import GELU_TANH, SILU
 
 # ---- plain equations ---------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ FUSED = {
     "propose": "final norm -> head | filters -> draw, masses",
     "reject": "final norm -> head | filters -> accept the draft, or draw from what is left",
     "head_logits": "final norm -> head",
+    "widen": "ids, masses of a reduced head -> the target's",
     "fuse": "fc -> hidden norm",
     "inject": "K, V of all drafter layers -> k norm, rotation -> append to the caches",
     "stage": "ids and addresses of a pass's rows",

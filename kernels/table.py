@@ -3,12 +3,12 @@
 Grammar of a row: `[&]name:type[dims][?] ... -> outputs`. Types: `A` the activation type (f32 or bf16), `W` a
 `Weight` handle (stored dtype and layout are its own), `f32`, `i32`. Dims are letters (T new rows, N slots, D
 width, H query heads, G kv heads, K head size, F ffn width, V vocab, R rows of the tap buffer, C tap columns,
-S cached rows, P rope rows, J rotated pairs, B block, L layers, Z workspace, M picked rows, X stop ids, E
-experts, U experts used by a row) or products of them, `|` between two of which either will do; no dims means
-a scalar. `&name` is read and written; `?` may be None; what is behind the arrow is only written. All buffers
-are the caller's. A row's address is its slot (which sequence), its pos (where rotation and windows see it)
-and its at (the number of its key): key n of a slot lies in row n % S of its caches, so S rows are a full
-cache or a ring.
+S cached rows, P rope rows, J rotated pairs, B block, L layers, Z workspace, M picked rows, X stop ids, Y ids
+that a reduced head ranks, E experts, U experts used by a row) or products of them, `|` between two of which
+either will do; no dims means a scalar. `&name` is read and written; `?` may be None; what is behind the arrow
+is only written. All buffers are the caller's. A row's address is its slot (which sequence), its pos (where
+rotation and windows see it) and its at (the number of its key): key n of a slot lies in row n % S of its
+caches, so S rows are a full cache or a ring.
 A row of activations with `pos < 0` is inactive: nothing is stored for it.
 
 Where a layer has experts, route chooses U of them for each row. Pair r = t * U + k is the k-th choice of row
@@ -56,6 +56,7 @@ TABLE = {
     "key:i32[N,4] law:f32[N,3] drafts:i32[N,B] mass:f32[N,B,V] &ids:i32[T] &logprob:f32[T,2]? &work:f32[Z]",
     "head_logits": "x:A[T,D] norm:f32[D] eps:f32 w:W[V,D] multiplier:f32 cap:f32 &work:f32[Z] -> "
     "logits:f32[T,V]",
+    "widen": "pick:i32[M] pos:i32[T] names:i32[Y] narrow:f32[T,Y]? &ids:i32[T] &mass:f32[T,V]?",
     "fuse": "taps:A[T,C] w:W[D,C] norm:f32[D] eps:f32 &work:f32[Z] -> f:A[T,D]",
     "inject": "f:A[T,D] wkv:W[L*2*G*K,D] kv_bias:f32[L*2*G*K]? k_norm:f32[L,K]? eps:f32 cos:f32[P,J] "
     "sin:f32[P,J] slot:i32[T] pos:i32[T] at:i32[T] &cache_k:A[L,N,G,S,K] &cache_v:A[L,N,G,S,K] &work:f32[Z]",

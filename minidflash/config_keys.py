@@ -25,34 +25,50 @@ FIXED = {
     "tie_encoder_decoder": False,
 }  # fmt: skip
 DRAFTER_FIXED = {
-    "input_embedding_scale": 1, "output_multiplier": 1, "final_logit_softcapping": None, "use_swa": False,
+    "use_swa": False,
     "sample_from_anchor": False, "causal_head": False, "attention_sink_bias": False,
     "attention_value_scale": 1, "projector_type": None, "shift_label": False,
 }  # fmt: skip
 DRAFTER_NESTED = (
     "block_size", "num_target_layers", "target_layer_ids", "mask_token_id", "is_causal", "causal",
-    "input_embedding_scale", "output_multiplier", "final_logit_softcapping",
+    "input_embedding_scale", "output_multiplier", "final_logit_softcapping", "draft_vocab_size",
+    "sample_from_anchor", "sliding_window_non_causal", "target_hidden_size", "speculative_tokens",
+    "value_length", "rope_dimensions",
 )  # fmt: skip
 
 LARGEST = 2**31 - 1  # ids, positions and sizes are 32-bit numbers in every kernel
 
 
 class Reader:
-    """One config.json being read: checked values out, the keys they came from in `sources`."""
+    """One config.json being read: checked values out, the keys they came from in `sources`.
 
-    def __init__(self, config, label, tensors=None):
+    spelled: key -> what the file calls it, where it is no config.json of transformers. body: what stands
+    before keys that are not there.
+    """
+
+    def __init__(self, config, label, tensors=None, spelled=None, body=""):
         if not isinstance(config, dict):
             raise UserError(f"{label} config.json holds a {type(config).__name__}, need an object")
         self.config, self.label, self.sources, self.used = config, label, {}, set()
         self.tensors = tensors  # what the files hold, by name; None: not known
+        self.spelled, self.body = spelled or {}, body
         self.nested = config.get("dflash_config") or {}
         if not isinstance(self.nested, dict):
             self.refuse("dflash_config", self.nested, "an object")
 
+    def said(self, key):
+        """What the file calls a key, or a part of its value."""
+        for name in (key, "dflash_config." + key):
+            if name in self.spelled:
+                return self.spelled[name]
+        whole, dot, part = key.partition(".")
+        return self.spelled.get(whole, whole) + dot + part
+
     def refuse(self, key, found, needed, hint=None):
-        raise UserError(f"{self.label} config: {key} is {told(found)}, need {needed}", hint=hint)
+        raise UserError(f"{self.label} config: {self.said(key)} is {told(found)}, need {needed}", hint=hint)
 
     def missing(self, key, hint=None):
+        key = self.said(key) if self.said(key) != key else self.body + key
         raise UserError(f"{self.label} config: {key} is missing, and it has no safe default", hint=hint)
 
     def value(self, fact, *keys):
@@ -62,7 +78,7 @@ class Reader:
         for place, prefix in places if keys[0] in DRAFTER_NESTED else places[1:]:
             for key in keys:
                 if place.get(key) is not None:
-                    self.sources[fact] = prefix + key
+                    self.sources[fact] = self.said(prefix + key)
                     return place[key]
         return None
 
@@ -72,7 +88,7 @@ class Reader:
         if found is None:
             if default is None:
                 self.missing(key, hint)
-            self.sources[fact] = f"{key} is absent"
+            self.sources[fact] = f"{self.said(key)} is absent"
             return default
         return self.checked(self.sources[fact], found, kind, low, high)
 
@@ -231,7 +247,8 @@ class Reader:
     def finish(self, fixed):
         """Refuse every key that was neither read nor known to be harmless, naming it."""
         for key, found in self.nested.items():
-            self._known("dflash_config." + key, found, fixed, key, key in DRAFTER_NESTED)
+            is_read = key in DRAFTER_NESTED and key in self.used
+            self._known("dflash_config." + key, found, fixed, key, is_read)
         for key, found in self.config.items():
             harmless = key in self.used or key in IGNORED or key.startswith("_") or key == "dflash_config"
             self._known(key, found, fixed, key, harmless)

@@ -21,7 +21,8 @@ class Model:
     config: a Stack. weights: by our names; layers: one dict a layer. embed, head: the tables it reads ids
     from, times embed_scale, and ranks them with; a drafter's are its target's. tables: (cos, sin) of each
     layer, (P, J) f32. ids: it chooses ids below this: what the target's tokenizer knows, so that no padding
-    row of a head is ever drawn.
+    row of a head is ever drawn. names: i32, the target's ids of a reduced head's rows, of which `ids` counts
+    the first ones.
     """
 
     config: Any
@@ -32,6 +33,7 @@ class Model:
     embed_scale: float = 1.0
     head: Any = None
     ids: int = 0
+    names: Any = None
     nbytes: int = 0
 
 
@@ -85,6 +87,7 @@ def load(
     Source: engine.md 4-6.
     """
     from minidflash.kernels import open_ops
+    from minidflash.weights.drafter_names import target_ids
     from minidflash.weights.manifest import start_check
 
     begun = time.perf_counter()
@@ -112,9 +115,14 @@ def load(
     draft_model = None
     if draft_config is not None:
         draft_model = build(ops, draft_config, pair.drafter.bound, tables, progress)
-        draft_model.embed, draft_model.head = model.embed, model.head
+        own = draft_model.weights
+        draft_model.embed, draft_model.head = own.get("embed", model.embed), own.get("head", model.head)
         draft_model.embed_scale = model.embed_scale * draft_config.embed_scale
         draft_model.ids = min(draft_config.vocab or model.ids, model.ids)
+        if draft_config.draft_vocab:
+            names = target_ids(draft_config, pair.drafter.bound, config.vocab)
+            draft_model.ids, draft_model.names = int((names < model.ids).sum()), ops.array(names.shape, "i32")
+            ops.upload(draft_model.names, names)
     if check_contents:
         check_contents()
     engine = Engine(
@@ -137,8 +145,10 @@ def build(ops, config, bound, tables, progress=None):
     all layers.
     """
     from minidflash.kernels.weight import VECTOR
+    from minidflash.weights.names import IDS
 
     model = Model(config, {}, [{} for _ in config.layers], [tables[kind] for kind in config.rotations])
+    bound = {name: one for name, one in bound.items() if one.role != IDS}
     ops.read_ahead([one.parts for one in bound.values() if one.role != VECTOR])
     for done, (name, one) in enumerate(bound.items()):
         where, short = model.weights, name

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .config import check_pair, read_drafter, read_target
+from .errors import UserError
 from .values import is_word, told
 
 
@@ -16,6 +17,26 @@ class Checked:
     files: Any
     config: Any
     bound: dict
+
+
+def check_tables(target, drafter):
+    """Refuse tables of a drafter's own that are not of the target's vocabulary. drafter: Checked.
+
+    Errors: UserError.
+    """
+    for name in ("embed", "head"):
+        if name in drafter.bound:
+            (tensor,) = drafter.bound[name].parts
+            rows, reduced = tensor.shape[0], drafter.config.draft_vocab
+            if rows != target.vocab and not (name == "head" and reduced):
+                what = f"drafter tensor {tensor.name} has {rows} rows"
+                raise UserError(f"{what}, the target's vocabulary has {target.vocab}: not a pair")
+            if name == "embed" and target.embed_scale != 1:
+                what = f"drafter tensor {tensor.name}: the target's embedding is scaled"
+                raise UserError(f"{what} by {target.embed_scale}, and nothing says whether this one is too")
+    if drafter.config.draft_vocab > target.vocab:
+        found = f"drafter d2t has {drafter.config.draft_vocab} ids"
+        raise UserError(f"{found}, the target's vocabulary has {target.vocab}: not a pair")
 
 
 @dataclass
@@ -63,7 +84,7 @@ def open_pair(
     progress: as load's. needs_weights: False: a folder with config.json alone will do; what its weights are
     is then foretold. Returns a Pair. Errors: UserError. Source: engine.md 4.
     """
-    from minidflash.weights import names, open_checkpoint
+    from minidflash.weights import drafter_names, names, open_checkpoint
 
     from .tokenizer import open_tokenizer
 
@@ -77,7 +98,8 @@ def open_pair(
     if not (drafter is None or drafter is False or is_word(drafter, "none")):
         found = open_checkpoint(drafter, "drafter", drafter_revision, offline, progress, needs_weights)
         draft_config = read_drafter(found.config, found.tensors)
-        bind = names.bind_drafter if found.tensors else names.foretell_drafter
+        bind = drafter_names.bind_drafter if found.tensors else drafter_names.foretell_drafter
         own = Checked(found, draft_config, bind(draft_config, found.tensors))
         check_pair(config, draft_config)
+        check_tables(config, own)
     return Pair(opened, own, open_tokenizer(files.folder))

@@ -148,13 +148,15 @@ class ModelConfig(Stack):
 
 @dataclass(frozen=True)
 class DrafterConfig(Stack):
-    """A DFlash v1 drafter. block: as trained. mask_id: what fills a block.
-    taps: target layers that feed it, from 0."""
+    """A DFlash v1 drafter. block: as trained. mask_id: what fills a block. taps: target layers that feed it,
+    from 0. layout: of its files (drafter_layouts.py). draft_vocab: ids that a reduced head ranks; 0: all."""
 
     block: int
     mask_id: int
     taps: tuple[int, ...]
     target_layers: int | None
+    layout: str = "z-lab"
+    draft_vocab: int = 0
 
     def context(self, ctx):
         """Positions that a drafted run may use where a plain one may use `ctx`."""

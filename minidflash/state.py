@@ -134,7 +134,8 @@ class State:
     verify pass that were committed. carried: arrays [N, ...] that say where a slot is and are not addressed
     by position; `reset`, `snapshot` and `restore` are theirs. drafts: [N, B]; column 0 is not used.
     record: what accept tells the host. key, law, logprob: as in the row sample.
-    mass: [N, B, V], the laws that drafts were drawn from; None where drafts are the likeliest tokens.
+    mass: [N, B, V], the laws that drafts were drawn from; None where drafts are the likeliest tokens. narrow:
+    [N, B, Y], the same as a reduced head has them.
     caches, drafter_caches: a Cache a layer. injected: the drafter's, all layers in one, (L, N, G, S, K): one
     pass injects into all of them.
     """
@@ -159,6 +160,7 @@ class State:
     law: Any
     logprob: Any
     mass: Any
+    narrow: Any
     rows: Rows
     draft_rows: Rows | None
     context_slot: Any
@@ -214,16 +216,18 @@ def make_state(ops, target, drafter, stop_ids, slots, ctx, block, chunk, rejects
         ]
     work = ops.array((max(ops.backend.work_size(*need) for need in needs),), "f32")
     mass = ops.array((slots, block, target.vocab), "f32") if rejects else None
+    few = drafter.draft_vocab if rejects and drafter is not None else 0
+    narrow = ops.array((slots, block, few), "f32") if few else None
     memory = {
         "target_cache": sum(cache.k.nbytes + cache.v.nbytes for cache in caches),
         "drafter_cache": injected.k.nbytes + injected.v.nbytes if injected else 0,
-        "workspace": work.nbytes + _bytes(rows, draft_rows, taps, features, mass),
+        "workspace": work.nbytes + _bytes(rows, draft_rows, taps, features, mass, narrow),
     }
     return State(
         slots, ctx, block, chunk, **i32, carried=tuple(i32.values()), stop=stop, masks=masks, drafts=drafts,
         choice=ops.array((count,), "i32"), record=ops.array((slots, record.size(block)), "i32"),
         key=ops.array((slots, 4), "i32"), law=ops.array((slots, 3), "f32"),
-        logprob=ops.array((count, 2), "f32"), mass=mass, rows=rows, draft_rows=draft_rows,
+        logprob=ops.array((count, 2), "f32"), mass=mass, narrow=narrow, rows=rows, draft_rows=draft_rows,
         context_slot=ops.array((wide,), "i32"), context_pos=ops.array((wide,), "i32"), taps=taps,
         features=features, caches=caches, injected=injected, work=work, memory=memory,
         drafter_caches=[Cache(k, v) for k, v in zip(injected.k, injected.v, strict=True)] if injected else [],

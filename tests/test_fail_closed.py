@@ -5,7 +5,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from minidflash.weights import names
+from minidflash.weights import drafter_names, names
 from minidflash.weights.safetensors_io import open_tensors
 
 from minidflash.config import read_drafter, read_target
@@ -23,7 +23,7 @@ def opened(name):
     config = json.loads((golden(name) / "config.json").read_text())
     tensors = dict(open_tensors(golden(name))[0])
     if name in DRAFTERS:
-        return config, tensors, lambda found: names.bind_drafter(read_drafter(config), found)
+        return config, tensors, lambda found: drafter_names.bind_drafter(read_drafter(config), found)
     return config, tensors, lambda found: names.bind_target(read_target(config), found)
 
 

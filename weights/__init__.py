@@ -34,6 +34,8 @@ def open_checkpoint(spec, role, revision=None, offline=False, progress=None, nee
     """
     from minidflash.weights.hub import resolve
 
+    if role == "drafter" and Path(str(spec)).suffix == ".gguf" and Path(spec).is_file():
+        return _open_gguf(spec, revision)
     folder = resolve(spec, role, revision, offline, progress)
     if not (folder / "config.json").is_file():
         raise UserError(f"no config.json in {role} folder {folder}", hint="give the folder of a checkpoint")
@@ -44,3 +46,14 @@ def open_checkpoint(spec, role, revision=None, offline=False, progress=None, nee
         return Checkpoint(str(spec), folder, config, generation, None, [])
     tensors, files = open_tensors(folder)
     return Checkpoint(str(spec), folder, config, generation, tensors, files)
+
+
+def _open_gguf(spec, revision):
+    """A GGUF file as a checkpoint: its config is its metadata."""
+    from minidflash.weights.gguf_io import read_gguf
+
+    if revision:
+        raise UserError(f"a revision goes with a Hugging Face id, {str(spec)!r} is none", "leave it out")
+    path = Path(spec)
+    metadata, tensors = read_gguf(path)
+    return Checkpoint(str(spec), path.parent, metadata, None, Tensors(tensors), [(path, path.stat().st_size)])

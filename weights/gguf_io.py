@@ -33,12 +33,19 @@ STRING, ARRAY = 8, 9
 MAX_VALUES = 4_000_000  # the largest vocabulary known, Gemma's, takes 1,301,338
 MAX_DIMENSIONS = 4  # ggml's own bound
 # ggml's number -> name, values a block, bytes a block
-KINDS = {0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2), 8: ("Q8_0", 32, 34), 3: ("Q4_1", 32, 20)}
+KINDS = {
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2), 8: ("Q8_0", 32, 34), 3: ("Q4_1", 32, 20),
+    26: ("I32", 1, 4), 27: ("I64", 1, 8),
+}  # fmt: skip
+PLAIN = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I32": "<i4", "I64": "<i8"}
 
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """One tensor. shape: (out, in), outermost first. kind: F32, F16, BF16, Q8_0 or Q4_1."""
+    """One tensor. shape: (out, in), outermost first. kind: of KINDS.
+
+    dtype, array and drop() as a Tensor of safetensors_io has them: what is in blocks is widened to F32.
+    """
 
     name: str
     kind: str
@@ -46,6 +53,20 @@ class GgufTensor:
     start: int
     nbytes: int
     map: mmap.mmap = field(repr=False)
+
+    @property
+    def dtype(self):
+        return self.kind if self.kind in PLAIN else "F32"
+
+    @property
+    def array(self):
+        if self.kind not in PLAIN:
+            return self.widened()
+        raw = np.frombuffer(self.map, np.uint8, self.nbytes, self.start)
+        return raw.view(PLAIN[self.kind]).reshape(self.shape)
+
+    def drop(self):
+        """Nothing: pages stay."""
 
     def widened(self):
         """f32 [shape], a copy. Q8_0: d * q. Q4_1: d * q + m, low nibbles are the first half of the 32."""

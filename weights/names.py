@@ -12,7 +12,6 @@ from minidflash.kernels.weight import (
     MATRIX,
     PAIRS,
     TABLE,
-    TILE,
     VECTOR,
     stored_bytes,
 )
@@ -21,6 +20,7 @@ from minidflash.weights.transforms import TRANSFORMS
 from minidflash.errors import UserError
 
 WEIGHT_DTYPES = ("BF16", "F32", "F16")  # F16 widens to f32, exactly
+ID_DTYPES = ("I64", "I32", "BOOL")
 # Buffers that old exports carry and that follow from the config; parts of a multimodal model that read no
 # text.
 SKIPPED = re.compile(
@@ -28,10 +28,7 @@ SKIPPED = re.compile(
     r"|model\.(vision_tower|embed_vision|audio_tower|embed_audio)\..+"
 )
 HEAD = "lm_head.weight"
-FOREIGN = {
-    "lm_head.weight": "a head of its own", "d2t": "a reduced vocabulary", "t2d": "a reduced vocabulary",
-    "embed_tokens.weight": "an embedding of its own", "mask_embedding": "a mask embedding of its own",
-}  # fmt: skip
+IDS = "ids"  # role of i32 numbers of the target's ids, no Weight
 
 
 @dataclass(frozen=True)
@@ -50,6 +47,8 @@ class Named:
     @property
     def dtypes(self):
         """What the sources may be stored as."""
+        if self.role == IDS:
+            return ID_DTYPES
         return ("U8",) if self.transform.startswith("blocks") else WEIGHT_DTYPES
 
     def bind(self, tensors):
@@ -192,34 +191,7 @@ def embed_of(config):
     return config.prefix + "embed_tokens.weight"
 
 
-def drafter_table(config):
-    """Of DFlash v1 (models.md 7.1). What injection needs of all layers is one weight:
-    one pass injects into all."""
-    width, table = config.width, layers_of(config, "")
-    for kind in ("kv", "k_norm", "kv_bias"):
-        every = [name for name in table if name.endswith("." + kind)]
-        if every:
-            parts = [table[name] for name in every]
-            rows = sum(part.shape[0] for part in parts)
-            shape = (len(parts), rows // len(parts)) if kind == "k_norm" else (rows, *parts[0].shape[1:])
-            table[kind] = Named(parts[0].role, shape, tuple(one for part in parts for one in part.sources))
-            if kind != "kv" or is_sliced(config):
-                table = {name: named for name, named in table.items() if name not in every}
-    return {
-        "fc": matrix("fc.weight", rows=width, cols=len(config.taps) * width),
-        "hidden_norm": vector("hidden_norm.weight", size=width),
-        "norm": vector("norm.weight", size=width),
-        **table,
-    }
-
-
-def is_sliced(config):
-    """Whether a drafter's layer sees its rows of the k and v of all layers;
-    odd toy sizes would cut a packed group."""
-    return config.layers[0].kv_rows % TILE == 0
-
-
-def _bind(table, tensors, label, skipped=None):
+def bind(table, tensors, label, skipped=None):
     """Our name -> Bound; refuses what is missing, unknown, of another shape or dtype, by name."""
     wanted = {name: (shape, named.dtypes) for named in table.values() for name, shape in named.sources}
     missing = [name for name in wanted if name not in tensors]
@@ -283,7 +255,7 @@ def bind_target(config, tensors):
     elif not config.tied and config.sources.get("tied") == "tie_word_embeddings":
         hint = "an incomplete checkpoint; a shared head would need tie_word_embeddings true"
         raise UserError(f"target tensor {HEAD} is missing, and tie_word_embeddings is false", hint=hint)
-    bound = _bind(table, tensors, "target", SKIPPED)
+    bound = bind(table, tensors, "target", SKIPPED)
     if has_head and config.tied:
         embed = embed_of(config)
         if not _same_bits(tensors[embed], tensors[HEAD]):
@@ -293,24 +265,6 @@ def bind_target(config, tensors):
             )
         del bound["head"]
     return bound
-
-
-def bind_drafter(config, tensors):
-    """Our name -> Bound of a drafter; it shares the target's embedding and head.
-
-    config: DrafterConfig. Errors: UserError naming the tensor. Source: models.md 7.1, dflash.md 1.2, 2.6.
-    """
-    for name, what in FOREIGN.items():
-        for found in (name, "model." + name):
-            if found in tensors:
-                raise UserError(f"drafter tensor {found}: a drafter with {what} is not built")
-    fc = tensors.get("fc.weight")
-    count = len(config.taps)
-    if fc is not None and len(fc.shape) == 2 and fc.shape[1] != count * config.width:
-        source = config.sources.get("taps", "target_layer_ids")
-        found = f"drafter tensor fc.weight takes {fc.shape[1]} inputs"
-        raise UserError(f"{found}, {source} names {count} taps of width {config.width}")
-    return _bind(drafter_table(config), tensors, "drafter")
 
 
 @dataclass(frozen=True)
@@ -323,7 +277,7 @@ class Foretold:
 
     @property
     def nbytes(self):
-        return int(np.prod(self.shape)) * (1 if self.dtype == "U8" else 2)
+        return int(np.prod(self.shape)) * {"U8": 1, "I64": 8}.get(self.dtype, 2)
 
 
 def foretell_target(config, tensors=None):
@@ -332,17 +286,12 @@ def foretell_target(config, tensors=None):
     table = target_table(config)
     if not config.tied:
         table["head"] = matrix(HEAD, rows=config.vocab, cols=config.width)
-    return _foretell(table)
+    return foretell(table)
 
 
-def foretell_drafter(config, tensors=None):
-    """The same of a drafter."""
-    return _foretell(drafter_table(config))
-
-
-def _foretell(table):
+def foretell(table):
     tensors = {
-        name: Foretold(name, shape, "U8" if named.dtypes == ("U8",) else "BF16")
+        name: Foretold(name, shape, named.dtypes[0])
         for named in table.values()
         for name, shape in named.sources
     }

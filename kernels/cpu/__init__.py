@@ -24,7 +24,7 @@ from .experts import pack as pack_experts
 _LOCK = threading.Lock()
 _FILES = {
     "stage": "control", "stage_context": "control", "accept": "control", "propose": "sample",
-    "reject": "sample",
+    "reject": "sample", "widen": "control",
 }  # fmt: skip
 
 

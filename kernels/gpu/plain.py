@@ -285,3 +285,10 @@ def accept(backend, drafts, choice, stop, start, anchor, fresh, left, done, reco
 
 def _control(backend, kernel, slots, args):
     backend.launch("control.cu", kernel, slots, 32, 0, args, dependent=backend.dependent)
+
+
+def widen(backend, pick, pos, names, narrow, ids, mass):
+    if len(pick):
+        args = [pick, pos, names, narrow, ids, mass, len(names), 0 if mass is None else mass.shape[1]]
+        threads = 32 if mass is None else 512
+        backend.launch("control.cu", "widen", len(pick), threads, 0, args, dependent=backend.dependent)

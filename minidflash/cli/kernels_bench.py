@@ -113,7 +113,8 @@ def arguments(ops, row, shape, rows, context, like=None, experts="bf16"):
 
     rng = np.random.default_rng(1)
     sizes = shape | {"T": rows, "N": 1, "M": rows, "S": context + max(rows, BLOCK), "R": BLOCK,
-                     "P": context + max(rows, BLOCK), "J": shape["K"] // 2, "B": BLOCK, "X": 1}  # fmt: skip
+                     "P": context + max(rows, BLOCK), "J": shape["K"] // 2, "B": BLOCK, "X": 1,
+                     "Y": shape["V"] // 4}  # fmt: skip
     widest = max(sizes["C"], sizes["F"])
     most = max(sizes["V"], 2 * sizes["F"], 2 * sizes["L"] * sizes["G"] * sizes["K"])
     sizes["Z"] = ops.backend.work_size(max(rows, BLOCK), widest, most)
@@ -126,7 +127,8 @@ def arguments(ops, row, shape, rows, context, like=None, experts="bf16"):
         "ids": where % sizes["V"], "pos": where, "at": where, "begin": where, "end": where + 1,
         "tap_row": np.arange(rows) % BLOCK,
         "pick": np.arange(rows), "left": 1000, "start": context, "stop": -1,
-        "law": [0.7, 0.9, 0.0], "mass": 2.0**43,
+        "law": [0.7, 0.9, 0.0], "mass": 2.0**43, "narrow": 2.0**43,
+        "names": np.arange(sizes["Y"]) * 3,
     }  # fmt: skip
     if row.name == "embed":
         values["scale"] = 1.0
