@@ -102,6 +102,9 @@ def gemma4(reader, facts, windows):
         }  # fmt: skip
     else:
         reader.unused("enable_moe_block", "num_experts", "top_k_experts", "moe_intermediate_size")
+    sees = reader.value("bidirectional", "use_bidirectional_attention")
+    if sees not in (None, "vision"):  # among the rows of an image, of which a text has none
+        reader.refuse("use_bidirectional_attention", sees, "null or 'vision'")
     reader.used.add("vocab_size_per_layer_input")  # of embeddings that hidden_size_per_layer_input 0 has not
     shares = reader.flag("shares_kv", "attention_k_eq_v", False)
     found = []
@@ -191,7 +194,7 @@ MOE_FIXED = {
 GEMMA4_FIXED = {
     "hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_tanh", "attention_bias": False,
     "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "use_double_wide_mlp": False,
-    "use_bidirectional_attention": None, "attn_logit_softcapping": None,
+    "attn_logit_softcapping": None,
 }  # fmt: skip
 GEMMA4 = {
     "fixed": GEMMA4_FIXED, "free": frozenset({"hidden_act"}), "scales_embedding": True, "caps": True,

@@ -85,7 +85,7 @@ def gemma4(layers, width, heads, groups, full_groups, ffn, experts=None):
             "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
         },
         "sliding_window": 1024, "tie_word_embeddings": True, "top_k_experts": used,
-        "use_bidirectional_attention": None, "use_cache": True, "use_double_wide_mlp": False,
+        "use_bidirectional_attention": "vision", "use_cache": True, "use_double_wide_mlp": False,
         "vocab_size": 262144, "vocab_size_per_layer_input": 262144,
     }  # fmt: skip
     return {
