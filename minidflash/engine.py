@@ -4,11 +4,12 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from .drafter import draft
 from .fit import make_plan, positions_of
-from .pair import open_pair
+from .pair import check_kinds, open_pair, weights_for
 from .rope import rope_tables
 from .values import whole
 
@@ -74,16 +75,17 @@ class Engine:
 
 def load(
     target="default", drafter=..., backend="auto", activations=None, ctx=None, prefill_chunk=None,
-    revision=None, drafter_revision=None, offline=False, device=0, progress=None, warm=True,
+    revision=None, drafter_revision=None, offline=False, device=0, progress=None, warm=True, weights=None,
     **backend_options,
 ):  # fmt: skip
     """Open a checkpoint pair and put it on a backend.
 
     target, drafter, revision, drafter_revision: as pair.open_pair. backend: as kernels.ops. ctx: positions a
     run may use, default what the target allows and memory holds. prefill_chunk: prompt tokens in one pass,
-    default the backend's. progress: None or progress(label, done, total). warm: compile the kernels now,
-    timed as jit_s, not in the first run. Returns an Engine. Errors: UserError, with .hint.
-    Source: engine.md 4-6.
+    default the backend's. weights: of the default target and of GGUF files, "file": their own bytes, or
+    "bf16"; default the former on the CPU, for the default target bf16 on a GPU. progress: None or
+    progress(label, done, total). warm: compile the kernels now, timed as jit_s, not in the first run.
+    Returns an Engine. Errors: UserError, with .hint. Source: engine.md 4-6.
     """
     from minidflash.kernels import open_ops
     from minidflash.weights.drafter_names import target_ids
@@ -94,7 +96,9 @@ def load(
     ctx = None if ctx is None else whole("ctx", ctx, 1)
     # First: what cannot run here need not be fetched.
     ops = open_ops(backend, activations, device, **backend_options)
-    pair = open_pair(target, drafter, revision, drafter_revision, offline, progress)
+    weights = weights_for(ops, target, weights)
+    pair = open_pair(target, drafter, revision, drafter_revision, offline, progress, weights=weights)
+    check_kinds(ops, pair)
     files, tokenizer = pair.target.files, pair.tokenizer
     check_contents = start_check(files) if files.name == "default" else None  # while they are read
     plan = make_plan(ops, pair, ctx, prefill_chunk)
@@ -104,8 +108,9 @@ def load(
         for rotation, count in positions_of(config, draft_config, plan.ctx).items()
     }
     model = build(ops, config, pair.target.bound, tables, progress)
-    model.embed, model.embed_scale = model.weights["embed"], config.embed_scale
+    model.embed = model.weights["embed"]
     model.head = model.weights.get("head", model.embed)
+    model.embed_scale = in_type(config.embed_scale, pair.target.bound["embed"].parts[0].dtype)
     model.ids, stop_ids = config.vocab, frozenset(config.stop_ids)
     if tokenizer:
         model.ids = min(model.ids, max(1, tokenizer.vocab_size))
@@ -161,6 +166,9 @@ def build(ops, config, bound, tables, progress=None):
             progress("weights", done + 1, len(bound))
     for i, layer in enumerate(model.layers):
         rows = config.layers[i].kv_rows
+        if config.layers[i].v_norm:  # a norm without weights
+            layer["v_norm"] = ops.array((config.layers[i].head_size,), "f32")
+            ops.upload(layer["v_norm"], np.ones(config.layers[i].head_size, np.float32))
         if "k_norm" in model.weights:
             layer["k_norm"] = model.weights["k_norm"][i]
         if "kv_bias" in model.weights:
@@ -168,6 +176,12 @@ def build(ops, config, bound, tables, progress=None):
         if "kv" not in layer:
             layer["kv"] = model.weights["kv"].slice(i * rows, rows)
     return model
+
+
+def in_type(number, dtype):
+    """A number rounded to a checkpoint's BF16, F16 or F32 (MXFP4: not at all), as a float."""
+    kinds = {"BF16": ml_dtypes.bfloat16, "F16": np.float16}
+    return float(np.asarray(number, kinds.get(dtype, np.float32)))
 
 
 def experts_of(bound):

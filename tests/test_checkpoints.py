@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from minidflash.kernels.sizes import SIZES
-from minidflash.weights.drafter_names import foretell_drafter
+from minidflash.weights import drafter_names
 
 from minidflash.config import read_drafter, read_target
 from minidflash.costs import parameters
@@ -79,12 +79,12 @@ def convolutions_and_selector(one):
 def test_stated_sizes_make_the_stated_count(one):
     assert set(one.missing) <= set(SIZELESS)
     whole = filled(one)
-    count = parameters(foretell_drafter(read_drafter(whole.config(form=False))))
+    count = parameters(drafter_names.foretell_drafter(read_drafter(whole.config(form=False))))
     count += convolutions_and_selector(one) if "selector_rank" in one.form.get("nested", {}) else 0
     is_exact = one.parameters % 1
     assert count / 1e6 == one.parameters if is_exact else round(count / 1e6) == one.parameters
     if one.form["golden"]:
-        assert parameters(foretell_drafter(read_drafter(whole.config()))) == count
+        assert parameters(drafter_names.foretell_drafter(read_drafter(whole.config()))) == count
 
 
 @by(lambda one: one.missing)

@@ -16,10 +16,10 @@
 constexpr int ROWS = TOKEN_ROWS;
 static_assert(WARPS == PARTS && ROWS <= 2, "a warp a part of a row; a warp sends the logits");
 
-extern "C" __global__ void __launch_bounds__(ROUTE_THREADS, 3)
-    route_few(const u16* w, const bf16* x, const float* norm, const float* bias, const int* pos, bf16* u,
-              int* expert, float* share, int* first, int* order, int* touched, float eps, int normalise,
-              int E, int U, int cols) {
+extern "C" __global__ void __launch_bounds__(ROUTE_THREADS, U_NORM ? 2 : 3)
+    route_few(const u16* w, const bf16* x, const float* norm, const float* u_norm, const float* bias,
+              const float* expert_scale, const int* pos, bf16* u, int* expert, float* share, int* first,
+              int* order, int* touched, float eps, int normalise, int E, int U, int cols) {
     extern __shared__ __align__(128) unsigned char dynamic[];
     __shared__ u64 loaded, arrived;
     const int rank = cluster_rank(), tiles = cluster_size(), chunks = (cols + 31) / 32, lane = lane_index();
@@ -40,9 +40,12 @@ extern "C" __global__ void __launch_bounds__(ROUTE_THREADS, 3)
         if (rank == 0) mbarrier_arrive_expect(&arrived, tiles * ROWS * 64);
     }
     const int k = 8 * threadIdx.x;  // this thread's part of a row
-    float scale[8];
+    float scale[8], own_scale[8];   // own: of u
 #pragma unroll
-    for (int i = 0; i < 8; ++i) scale[i] = k < cols ? norm[k + i] : 0.f;
+    for (int i = 0; i < 8; ++i) {
+        scale[i] = k < cols ? norm[k + i] : 0.f;
+        own_scale[i] = U_NORM && k < cols ? u_norm[k + i] : 0.f;
+    }
     const int of_row = lane / 16, of_expert = 16 * rank + lane % 16;  // what a lane of the first warp sends
     const float add = bias && of_expert < E ? bias[of_expert] : 0.f;
     for (int e = threadIdx.x; e < 16 * tiles; e += ROUTE_THREADS) groups.rows_of[e] = 0;
@@ -67,12 +70,16 @@ extern "C" __global__ void __launch_bounds__(ROUTE_THREADS, 3)
 #pragma unroll
         for (int part = 0; part < PARTS; ++part) parts[part] = squares[(row * PARTS + part) * 32 + lane];
         const float r = rsqrtf(warp_sum(folded(parts)) / cols + eps);
-        auto both = [&](u32 pair, int i) {
-            return pack_bf16(scale[i] * (low_f32(pair) * r), scale[i + 1] * (high_f32(pair) * r));
+        auto times = [&](const float (&scale)[8]) {
+            auto both = [&](u32 pair, int i) {
+                return pack_bf16(scale[i] * (low_f32(pair) * r), scale[i + 1] * (high_f32(pair) * r));
+            };
+            return make_uint4(both(v[row].x, 0), both(v[row].y, 2), both(v[row].z, 4), both(v[row].w, 6));
         };
-        uint4 y = make_uint4(both(v[row].x, 0), both(v[row].y, 2), both(v[row].z, 4), both(v[row].w, 6));
+        uint4 y = times(scale);
         if (pos[row] < 0) y = uint4{};
         if (k < 32 * chunks) *(uint4*)(tokens + (k / 32 * ROWS + row) * 64 + k % 32 * 2) = y;
+        if (U_NORM && pos[row] >= 0) y = times(own_scale);
         if (row % tiles == rank && k < cols) *(uint4*)(u + (size_t)row * cols + k) = y;
     }
     __syncthreads();
@@ -105,6 +112,6 @@ extern "C" __global__ void __launch_bounds__(ROUTE_THREADS, 3)
     const int position[1] = {warp_index() < ROWS ? pos[warp_index()] : -1};
     mbarrier_wait_cluster(&arrived, 0);
     __syncwarp();
-    const Routed routed{expert, share, first, order, touched};
+    const Routed routed{expert, share, first, order, touched, expert_scale};
     choose_and_group(groups, logits, 16 * tiles, position, 0, ROWS, E, U, normalise, routed);
 }
