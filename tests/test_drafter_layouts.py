@@ -276,7 +276,7 @@ def test_every_tensor_is_needed_as_it_is(files, name):
     assert bind(tensors)
     for one, tensor in tensors.items():
         others = {key: value for key, value in tensors.items() if key != one}
-        retyped = replace(tensor, kind="I32") if name.startswith("gguf") else replace(tensor, dtype="I32")
+        retyped = replace(tensor, dtype="I32")
         reshaped = replace(tensor, shape=(*tensor.shape[:-1], tensor.shape[-1] + 1))
         if one not in OPTIONAL and not (
             one == "d2t" and name == "gguf reduced"
