@@ -8,6 +8,8 @@ from .config import check_pair, read_drafter, read_target
 from .errors import UserError
 from .values import is_word, told
 
+WIDENS_BLOCKS = ("numba", "oracle")  # backends whose products take the blocks of GGUF files
+
 
 @dataclass
 class Checked:
@@ -75,22 +77,23 @@ class Pair:
 
 def open_pair(
     target="default", drafter=..., revision=None, drafter_revision=None, offline=False, progress=None,
-    needs_weights=True,
+    needs_weights=True, weights=None,
 ):  # fmt: skip
     """Open, read and check both checkpoints; nothing is left that a later step would find wrong with them.
 
     target, drafter: folder, Hugging Face id, "default"; drafter None, False or "none": none; left out: the
     embedded one for the embedded target, else none. revision, drafter_revision: of a Hugging Face id.
-    progress: as load's. needs_weights: False: none are fetched, and a folder with config.json alone will do;
-    what its weights are is then foretold. Returns a Pair. Errors: UserError. Source: engine.md 4.
+    weights: of the target, as open_checkpoint. progress: as load's. needs_weights: False: none are fetched,
+    and a folder with config.json alone will do; what its weights are is then foretold. Returns a Pair.
+    Errors: UserError. Source: engine.md 4.
     """
     from minidflash.weights import drafter_names, names, open_checkpoint
 
     from .tokenizer import open_tokenizer
 
-    def look(spec, role, revision):
+    def look(spec, role, revision, weights=None):
         """The checkpoint as far as it is here: of one on the hub, that is its small files."""
-        return open_checkpoint(spec, role, revision, offline, progress, False)
+        return open_checkpoint(spec, role, revision, offline, progress, False, weights)
 
     def whole(files, role, read):
         """(checkpoint, config), with its weights where they are needed."""
@@ -105,7 +108,7 @@ def open_pair(
     def drafter_of(files):
         return read_drafter(files.config, files.tensors)
 
-    files, found = look(target, "target", revision), None
+    files, found = look(target, "target", revision, weights), None
     if drafter is ...:
         drafter = "default" if target == "default" else None
     if not (drafter is None or drafter is False or is_word(drafter, "none")):
@@ -121,4 +124,31 @@ def open_pair(
         bind = drafter_names.bind_drafter if found.tensors else drafter_names.foretell_drafter
         own = Checked(found, draft_config, bind(draft_config, found.tensors))
         check_tables(config, own)
-    return Pair(opened, own, open_tokenizer(files.folder))
+    return Pair(opened, own, open_tokenizer(files.folder, files.texts))
+
+
+def weights_for(ops, target, asked=None):
+    """How the target's weights are kept: what was asked for, or what suits the backend.
+
+    On the CPU the default target's own bytes are read faster than bf16 (bench/NOTES.md); GPU kernels do not
+    widen blocks of GGUF files. Returns "bf16", "file", or None: as they are. Errors: UserError.
+    """
+    if asked not in (None, "bf16", "file"):
+        raise UserError(f"weights {told(asked)} not known", hint="use bf16 or file")
+    if asked is None and target == "default":
+        return "file" if ops.name in WIDENS_BLOCKS else "bf16"
+    return asked
+
+
+def check_kinds(ops, pair):
+    """Refuse blocks of a GGUF file where no kernel widens them. Errors: UserError, code 3."""
+    from minidflash.kernels.blocks import KINDS
+
+    if ops.name in WIDENS_BLOCKS:
+        return
+    for checked in (pair.target, pair.drafter):
+        for bound in checked.bound.values() if checked else ():
+            if bound.dtype in KINDS:
+                found = f"{checked.files.name} holds {bound.dtype.upper()} blocks"
+                hint = "--weights bf16 rounds them, or take the bf16 checkpoint, or --backend numba"
+                raise UserError(f"{found}, which the {ops.name} backend does not widen", hint, code=3)

@@ -27,7 +27,8 @@ def commit_of(spec, folder):
 
 
 def resolve(spec, role, revision=None, offline=False, progress=None, needs_weights=True):
-    """The local folder of a checkpoint, fetched if need be; its weights only if they are needed.
+    """The local folder of a checkpoint, fetched if need be, its weights only if they are needed; or a
+    GGUF file.
 
     Errors: UserError; code 3 when the network, a package or the disk is what is missing. Source: engine.md 4.
     """
@@ -43,10 +44,10 @@ def resolve(spec, role, revision=None, offline=False, progress=None, needs_weigh
 
         return default_target(offline, progress)
     path = Path(text).expanduser()
-    if text and path.is_dir():
+    if text and (path.is_dir() or (path.suffix == ".gguf" and path.is_file())):
         return path
     if path.suffix == ".gguf" or path.is_file():
-        what = "GGUF files are not read" if path.suffix == ".gguf" else "this is a file"
+        what = "no such GGUF file" if path.suffix == ".gguf" else "this is a file"
         raise UserError(f"{role} {text}: {what}, need a folder, a Hugging Face id or default")
     if isinstance(spec, Path) or not HUB_ID.fullmatch(text):
         raise UserError(f"no {role} folder {text}", hint="give a folder, a Hugging Face id or default")
