@@ -108,11 +108,13 @@ def embed(ids, table, scale):
 
 
 def qkv(
-    x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot, pos, at, cache_k, cache_v, work
-):
-    """q = rope(qnorm(Wq n(x))); k and v likewise (v plain) go to the caches as key `at` of the slot.
+    x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, v_norm, cos, sin, slot, pos, at, cache_k,
+    cache_v, work,
+):  # fmt: skip
+    """q = rope(qnorm(Wq n(x))); k likewise and v = vnorm(Wv n(x)) go to the caches as key `at` of the slot.
 
-    norm None: of x itself. Returns q: (T, H, K).
+    norm None: of x itself. Where wkv has no rows for them, values are what k is before its norm. Returns q:
+    (T, H, K).
     """
     groups, room, size = cache_k.shape[1:]
     q = np.zeros((len(x), wq.rows // size, size))
@@ -121,11 +123,14 @@ def qkv(
             continue
         y = normed(real(x[t]), norm, eps)
         head = product(y, matrix(wq), q_bias).reshape(-1, size)
-        k, v = product(y, matrix(wkv), kv_bias).reshape(2, groups, size)
+        kv = product(y, matrix(wkv), kv_bias).reshape(-1, groups, size)
+        k, v = kv[0], kv[-1]
         if q_norm is not None:
             head = rmsnorm(head, q_norm, eps)
         if k_norm is not None:
             k = rmsnorm(k, k_norm, eps)
+        if v_norm is not None:
+            v = rmsnorm(v, v_norm, eps)
         c, s = real(cos[pos[t]]), real(sin[pos[t]])
         q[t] = rope(head, c, s)
         store(rope(k, c, s), cache_k[slot[t], :, at[t] % room])
@@ -160,6 +165,17 @@ def linear_add(a, w, bias, norm, eps, scale, tap_row, tap_at, x, taps, work):
     taps[tap_row, tap_at:tap_at+D] when there are taps."""
     for t in range(len(a)):
         y = real(x[t]) + normed(product(real(a[t]), matrix(w), bias), norm, eps)
+        store(y if scale is None else scale[0] * y, x[t])
+        if taps is not None and tap_row[t] >= 0:
+            taps[tap_row[t], tap_at : tap_at + x.shape[1]] = x[t]
+
+
+def join(a, b, a_norm, b_norm, norm, eps, scale, tap_row, tap_at, x, taps):
+    """x = scale * (x + n(n(a) a_norm + n(b) b_norm) norm): what ends an mlp and experts side by side; taps
+    as in linear_add. Source: models.md 5."""
+    for t in range(len(a)):
+        both = rmsnorm(real(a[t]), a_norm, eps) + rmsnorm(real(b[t]), b_norm, eps)
+        y = real(x[t]) + rmsnorm(both, norm, eps)
         store(y if scale is None else scale[0] * y, x[t])
         if taps is not None and tap_row[t] >= 0:
             taps[tap_row[t], tap_at : tap_at + x.shape[1]] = x[t]

@@ -26,6 +26,7 @@ FUSED = {
     "route": "norm -> router -> likeliest experts, shares -> groups",
     "experts_up": "gather by expert -> gate, up -> bias, activation",
     "experts_down": "product -> bias, share, sum over experts, residual -> tap",
+    "join": "two norms -> sum -> norm, residual, scale -> tap",
     "head": "final norm -> head -> argmax, logits never stored",
     "sample": "final norm -> head | filters -> draw, logits in the workspace",
     "propose": "final norm -> head | filters -> draw, masses",

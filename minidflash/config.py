@@ -9,10 +9,10 @@ from .errors import UserError
 from .families import FAMILIES, TRAINING
 from .stack import DrafterConfig, Layer, ModelConfig
 from .values import told
+from .wrapper import unwrap
 
 # Named here so that the refusal says "not built yet" and not "unknown"; models.md 3 to 6.
 LATER = {
-    "gemma4": "gemma4", "gemma4_text": "gemma4",
     "qwen3_5": "qwen3_5", "qwen3_5_text": "qwen3_5", "qwen3_5_moe": "qwen3_5",
 }  # fmt: skip
 BUILT = {name: family.architecture for name, family in FAMILIES.items()}
@@ -78,9 +78,13 @@ def read_target(config, generation=None, tensors=None):
             )
         raise UserError(f"architecture {names or model_type} is not supported", hint=hint)
     rules = FAMILIES[family]
-    sizes, facts, count = reader.sizes(rules.bias)
+    if rules.text:
+        config = unwrap(config, rules.text)
+        reader = Reader(config, "target", tensors)
+    sizes, facts, count = reader.sizes(rules.bias, rules.rope_kinds)
     windows = reader.windows(count)
-    facts |= rules.layer(reader, facts, windows)
+    own = rules.layer(reader, facts, windows)
+    each = own if isinstance(own, list) else [own] * count
     vocab = reader.number("vocab", "vocab_size", int, 1)
     tied = reader.flag("tied", "tie_word_embeddings", False)
     generation = generation or {}
@@ -90,7 +94,9 @@ def read_target(config, generation=None, tensors=None):
     bos = list(_ids(reader, "bos_token_id", generation.get("bos_token_id") if bos is None else bos, vocab))
     result = ModelConfig(
         family=family, vocab=vocab, tied=tied,
-        layers=tuple(Layer(window=window, **facts) for window in windows),
+        layers=tuple(Layer(window=window, **facts | one) for window, one in zip(windows, each, strict=True)),
+        prefix=rules.prefix, embed_scale=sizes["width"] ** 0.5 if rules.scales_embedding else 1.0,
+        soft_cap=_soft_cap(reader) if rules.caps else 0.0,
         max_positions=reader.number("max_positions", "max_position_embeddings", int, 1),
         stop_ids=tuple(dict.fromkeys(stops)), bos_id=bos[0] if bos else None,
         dtype=str(config.get("dtype") or config.get("torch_dtype") or ""), sources=reader.sources, **sizes,
@@ -99,6 +105,11 @@ def read_target(config, generation=None, tensors=None):
         reader.used |= TRAINING
     reader.finish({key: value for key, value in FIXED.items() if key not in rules.free} | rules.fixed)
     return result
+
+
+def _soft_cap(reader):
+    """0: none."""
+    return reader.number("soft_cap", "final_logit_softcapping", float, 0, default=0.0)
 
 
 def suggested_taps(target_layers, n):

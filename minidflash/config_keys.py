@@ -107,8 +107,17 @@ class Reader:
             self.refuse(self.sources[fact], found, "true or false")
         return default if found is None else found
 
-    def sizes(self, bias=False):
-        """(width, eps, facts of all layers by name, how many): what targets and drafters share."""
+    def unused(self, condition, *keys):
+        """Keys that say nothing here must not be there: `condition` is false."""
+        for key in keys:
+            if (found := self.value(key, key)) is not None:
+                self.refuse(key, found, f"null: {condition} is not true")
+
+    def sizes(self, bias=False, rope_kinds=()):
+        """(width, eps and ropes, facts of all layers by name, how many): what targets and drafters share.
+
+        rope_kinds: kinds of layers that have a rope each; (): one for all.
+        """
         width = self.number("width", "hidden_size", int, 1)
         heads = self.number("heads", "num_attention_heads", int, 1)
         kv_heads = self.number("kv_heads", "num_key_value_heads", int, 1, default=heads)
@@ -122,7 +131,7 @@ class Reader:
         eps = self.number("eps", "rms_norm_eps", float, 0)
         if eps == 0:
             self.refuse("rms_norm_eps", eps, "more than 0")
-        rope = self.rope()
+        ropes = self.ropes(rope_kinds) if rope_kinds else (self.rope(),)
         self.sources["ropes"] = self.sources["rope"]
         layers = self.layers()
         facts = {
@@ -130,7 +139,7 @@ class Reader:
             "ffn_width": self.number("ffn_width", "intermediate_size", int, 1),
             "attention_bias": self.flag("attention_bias", "attention_bias", bias),
         }  # fmt: skip
-        return {"width": width, "eps": eps, "ropes": (rope,)}, facts, layers
+        return {"width": width, "eps": eps, "ropes": ropes}, facts, layers
 
     def layers(self):
         """How many layers; of each there are tensors, so lists and tables of a false number are never
@@ -142,6 +151,25 @@ class Reader:
                 "num_hidden_layers", layers, f"fewer: the files hold {len(self.tensors)} tensors in all"
             )
         return layers
+
+    def ropes(self, kinds):
+        """The rope of each kind of layer: rope_parameters holds them by its name, in both spellings."""
+        found = self.value("rope", "rope_parameters")
+        if not isinstance(found, dict) or set(found) != set(kinds):
+            self.refuse("rope_parameters", found, "an object with " + " and ".join(kinds))
+        ropes = []
+        for kind in kinds:
+            name, given = f"rope_parameters.{kind}", found[kind]
+            if not isinstance(given, dict):
+                self.refuse(name, given, "an object")
+            given = dict(given)
+            if given.get("rope_theta") is None:
+                self.missing(f"{name}.rope_theta")
+            theta = self.checked(f"{name}.rope_theta", given.pop("rope_theta"), float, 1)
+            self.sources["rope"] = f"{name}.rope_theta"
+            ropes.append(self._rope(name, theta, given))
+        self.sources["rope"] = "rope_parameters"
+        return tuple(ropes)
 
     def rope(self):
         """The rope of both spellings (models.md 0.1); unknown types and keys are refused."""
@@ -161,12 +189,16 @@ class Reader:
             self.refuse("rope_scaling", old, f"the same as rope_parameters = {new!r}")
         self.sources["rope"] = "rope_theta" if theta is None else f"{name}.rope_theta"
         theta = self.checked(self.sources["rope"], top if theta is None else theta, float, 1)
+        return self._rope(name, theta, given)
+
+    def _rope(self, name, theta, given):
+        """A rope of the keys that are left."""
         kinds = [given.pop(key) for key in ("rope_type", "type") if key in given] or ["default"]
         kind = kinds[0]
         if len(set(map(str, kinds))) > 1 or not isinstance(kind, str) or kind not in ROPE_KEYS:
             key = f"{name}.rope_type"
             self.refuse(key, kind if len(kinds) == 1 else kinds, "one of " + ", ".join(ROPE_KEYS))
-        if given.get("partial_rotary_factor") == 1:
+        if given.get("partial_rotary_factor") == 1 and kind != "proportional":
             del given["partial_rotary_factor"]
         fields = {}
         for key, default in ROPE_KEYS[kind].items():
@@ -178,7 +210,8 @@ class Reader:
                     self.refuse(f"{name}.{key}", found, "true or false")
             elif found is not None:
                 whole = key == "original_max_position_embeddings"
-                found = self.checked(f"{name}.{key}", found, int if whole else float, 1 if whole else 0)
+                most = 1 if key == "partial_rotary_factor" else None
+                found = self.checked(f"{name}.{key}", found, int if whole else float, 1 if whole else 0, most)
                 if found == 0 and key in ("factor", "low_freq_factor", "beta_fast", "beta_slow"):
                     self.refuse(f"{name}.{key}", found, "more than 0")
             fields[key] = default if found is None else found

@@ -95,4 +95,4 @@ def _verify(name, target, rows, head, keys, item):
 
 def key_bytes(stack, keys, item):
     """Bytes of the keys and values that one row sees; the rows of a block see nearly the same."""
-    return sum(min(layer.window or keys, keys) * layer.kv_rows * item for layer in stack.layers)
+    return sum(min(layer.window or keys, keys) * layer.kv_width * item for layer in stack.layers)

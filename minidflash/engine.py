@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from .drafter import draft
@@ -107,8 +108,9 @@ def load(
         for rotation, count in positions_of(config, draft_config, plan.ctx).items()
     }
     model = build(ops, config, pair.target.bound, tables, progress)
-    model.embed, model.embed_scale = model.weights["embed"], config.embed_scale
+    model.embed = model.weights["embed"]
     model.head = model.weights.get("head", model.embed)
+    model.embed_scale = in_type(config.embed_scale, pair.target.bound["embed"].parts[0].dtype)
     model.ids, stop_ids = config.vocab, frozenset(config.stop_ids)
     if tokenizer:
         model.ids = min(model.ids, max(1, tokenizer.vocab_size))
@@ -164,6 +166,9 @@ def build(ops, config, bound, tables, progress=None):
             progress("weights", done + 1, len(bound))
     for i, layer in enumerate(model.layers):
         rows = config.layers[i].kv_rows
+        if config.layers[i].v_norm:  # a norm without weights
+            layer["v_norm"] = ops.array((config.layers[i].head_size,), "f32")
+            ops.upload(layer["v_norm"], np.ones(config.layers[i].head_size, np.float32))
         if "k_norm" in model.weights:
             layer["k_norm"] = model.weights["k_norm"][i]
         if "kv_bias" in model.weights:
@@ -171,6 +176,12 @@ def build(ops, config, bound, tables, progress=None):
         if "kv" not in layer:
             layer["kv"] = model.weights["kv"].slice(i * rows, rows)
     return model
+
+
+def in_type(number, dtype):
+    """A number rounded to a checkpoint's BF16, F16 or F32 (MXFP4: not at all), as a float."""
+    kinds = {"BF16": ml_dtypes.bfloat16, "F16": np.float16}
+    return float(np.asarray(number, kinds.get(dtype, np.float32)))
 
 
 def experts_of(bound):

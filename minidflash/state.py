@@ -57,18 +57,17 @@ class ExpertRows:
     share: Any  # f32[R,U]
     begin: Any  # i32[E+1] where each expert's pairs begin in order
     order: Any  # i32[R*U] pairs r*U + k, expert by expert
+    dense: Any  # A[R,D] what an mlp beside the experts gives, None where there is none
+    mixed: Any  # A[R,D] what the experts give then
 
     def first(self, count):
         """The same buffers for `count` rows (views)."""
         pairs = count * self.expert.shape[1]
+        beside = [None if one is None else one[:count] for one in (self.dense, self.mixed)]
         return ExpertRows(
-            self.touched,
-            self.u[:count],
-            self.expert[:count],
-            self.share[:count],
-            self.begin,
-            self.order[:pairs],
-        )
+            self.touched, self.u[:count], self.expert[:count], self.share[:count], self.begin,
+            self.order[:pairs], *beside,
+        )  # fmt: skip
 
     @property
     def groups(self):
@@ -83,9 +82,11 @@ def make_expert_rows(ops, stack, count):
     if not kinds:
         return None
     ((experts, used),) = kinds
+    beside = [ops.array((count, stack.width), "A") if stack.most("dense_width") else None for _ in range(2)]
     return ExpertRows(
         ops.array((1,), "i32"), ops.array((count, stack.width), "A"), ops.array((count, used), "i32"),
         ops.array((count, used), "f32"), ops.array((experts + 1,), "i32"), ops.array((count * used,), "i32"),
+        *beside,
     )  # fmt: skip
 
 
@@ -241,14 +242,18 @@ def _work_needs(stack, count, head_rows):
     """(rows, inputs, outputs) of every matrix product of a stack; the last one is its head's."""
     found = {}  # layers of one kind need the same
     for one in stack.layers:
+        pairs = count * (one.experts.used if one.experts else 1)
         found |= dict.fromkeys([
             (count, stack.width, one.q_rows + one.kv_rows),
             (count, one.q_rows, stack.width),
-            (count * one.inner // one.ffn_width, stack.width, 2 * one.ffn_width),
-            (count * one.inner // one.ffn_width, one.ffn_width, stack.width),
+            (pairs, stack.width, 2 * one.ffn_width),
+            (pairs, one.ffn_width, stack.width),
         ])  # fmt: skip
         if one.experts:
             found[count, stack.width, one.experts.count] = None
+        if one.dense_width:
+            found |= dict.fromkeys([(count, stack.width, 2 * one.dense_width),
+                                    (count, one.dense_width, stack.width)])  # fmt: skip
     return [*found, (head_rows, stack.width, stack.vocab)]
 
 

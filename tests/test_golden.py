@@ -18,6 +18,8 @@ TARGETS = [
     "qwen3-moe-tiny",
     "gpt-oss-tiny",
     "gpt-oss-mxfp4-tiny",
+    "gemma4-tiny",
+    "gemma4-moe-tiny",
 ]
 FILES = "config.json", "config.legacy.json"
 exact = pytest.mark.parametrize(
@@ -69,7 +71,7 @@ def test_every_layer_of_a_prompt(ops, target, engine_of_config):
                 assert relative(found, g[f"{p}.cache.{i}.{kind}"]) < CLOSE, f"{p} layer {i} {kind}"
         logits = logits_of(engine, rows)
         assert np.abs(logits - g[f"{p}.logits"]).max() < CLOSE, p
-        ops.embed(rows.ids, engine.target.weights["embed"], 1.0, rows.x)
+        ops.embed(rows.ids, engine.target.embed, engine.target.embed_scale, rows.x)
         assert (ops.download(rows.x) == g[f"{p}.embed"]).all(), f"{p} embed"
 
 
@@ -86,9 +88,12 @@ def test_greedy_ids(ops, target, engine_of_config):
 @pytest.mark.parametrize("target", TARGETS)
 def test_rope_frequencies(target):
     config, g = engine_of(target, None, "oracle", "f32").target.config, numbers(target)
-    frequencies, multiplier = config.ropes[0].frequencies(config.layers[0].head_size)
-    np.testing.assert_array_equal(frequencies, g["rope.inv_freq"])
-    assert multiplier == g["rope.attention_scaling"][0]
+    kinds = ("sliding_attention_", "full_attention_") if len(config.ropes) > 1 else ("",)
+    for i, kind in enumerate(kinds):
+        size = next(layer.head_size for layer in config.layers if layer.rope == i)
+        frequencies, multiplier = config.ropes[i].frequencies(size)
+        np.testing.assert_array_equal(frequencies, g[f"rope.{kind}inv_freq"])
+        assert multiplier == g[f"rope.{kind}attention_scaling"][0]
 
 
 def rotate_neighbours(engine):

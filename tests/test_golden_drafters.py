@@ -19,6 +19,8 @@ PAIRS = [
     "dflash-qwen3-moe-tiny",
     "dflash-gpt-oss-tiny",
     "dflash-gpt-oss-mxfp4-tiny",
+    "dflash-gemma4-tiny",
+    "dflash-gemma4-moe-tiny",
     "dflash-qwen3-noncausal-tiny",
     "dflash-qwen3-causal-tiny",
     "dflash-llama-scaled-tiny",

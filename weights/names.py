@@ -11,8 +11,6 @@ import numpy as np
 from minidflash.kernels.blocks import KINDS
 from minidflash.kernels.weight import (
     BITS,
-    EXPERT_PAIRS,
-    EXPERTS,
     MATRIX,
     PAIRS,
     TABLE,
@@ -26,9 +24,13 @@ from minidflash.errors import UserError
 PLAIN_DTYPES = ("BF16", "F32", "F16")  # F16 widens to f32, exactly
 WEIGHT_DTYPES = (*PLAIN_DTYPES, *(name.upper() for name in KINDS))
 ID_DTYPES = ("I64", "I32", "BOOL")
-# Buffers that old exports carry and that follow from the config.
-SKIPPED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
-EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# Buffers that old exports carry and that follow from the config; parts of a multimodal model that read no
+# text.
+SKIPPED = re.compile(
+    r"model\.(language_model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
+    r"|model\.(vision_tower|embed_vision|audio_tower|embed_audio)\..+"
+)
+HEAD = "lm_head.weight"
 IDS = "ids"  # role of i32 numbers of the target's ids, no Weight
 
 
@@ -95,102 +97,75 @@ def matrix(*names, rows, cols, role=MATRIX):
 def attention(stack, layer, theirs):
     """models.md 1, 2, 7.1."""
     at, width, size = theirs + "self_attn.", stack.width, layer.head_size
-    keys, values = (f"{at}{name}_proj.weight" for name in "kv")
+    kinds = "k" if layer.shares_kv else "kv"
+    each = layer.kv_rows // len(kinds)
     table = {
         "attn_norm": vector(theirs + "input_layernorm.weight", size=width),
         "q": matrix(at + "q_proj.weight", rows=layer.q_rows, cols=width),
-        "kv": matrix(keys, values, rows=layer.kv_rows // 2, cols=width),
+        "kv": matrix(*(f"{at}{name}_proj.weight" for name in kinds), rows=each, cols=width),
         "o": matrix(at + "o_proj.weight", rows=width, cols=layer.q_rows),
     }
     if layer.attention_bias:
         table["q_bias"] = vector(at + "q_proj.bias", size=layer.q_rows)
-        table["kv_bias"] = vector(*(f"{at}{name}_proj.bias" for name in "kv"), size=layer.kv_rows // 2)
+        table["kv_bias"] = vector(*(f"{at}{name}_proj.bias" for name in kinds), size=each)
         table["o_bias"] = vector(at + "o_proj.bias", size=width)
     if layer.sinks:
         table["sinks"] = vector(at + "sinks", size=layer.heads)
     if layer.qk_norm:
         table |= {f"{name}_norm": vector(f"{at}{name}_norm.weight", size=size) for name in "qk"}
+    if layer.end_norms:
+        table["o_norm"] = vector(theirs + "post_attention_layernorm.weight", size=width)
     return table
 
 
 def mlp(stack, layer, theirs):
-    """SwiGLU behind its norm: models.md 1."""
+    """Gate, up and down behind their norm, perhaps with an end: models.md 1, 5."""
+    end = ended(stack, layer, theirs, "down") if layer.end_norms else {}
+    return dense(stack, theirs, layer.ffn_width, ffn_norm(layer)) | end
+
+
+def ffn_norm(layer):
+    """What the norm before an ffn is called: where mixers end with a norm, that one has its name."""
+    return "pre_feedforward_layernorm" if layer.end_norms else "post_attention_layernorm"
+
+
+def dense(stack, theirs, inner, norm):
+    """An mlp behind the norm of that name."""
     at, width = theirs + "mlp.", stack.width
     gate, up = (f"{at}{name}_proj.weight" for name in ("gate", "up"))
     return {
-        "mlp_norm": vector(theirs + "post_attention_layernorm.weight", size=width),
-        "gate_up": matrix(gate, up, rows=layer.ffn_width, cols=width, role=PAIRS),
-        "down": matrix(at + "down_proj.weight", rows=width, cols=layer.ffn_width),
+        "mlp_norm": vector(f"{theirs}{norm}.weight", size=width),
+        "gate_up": matrix(gate, up, rows=inner, cols=width, role=PAIRS),
+        "down": matrix(at + "down_proj.weight", rows=width, cols=inner),
     }
+
+
+def ended(stack, layer, theirs, name):
+    """The end of an ffn: its norm, and the scale of the stream."""
+    table = {name + "_norm": vector(theirs + "post_feedforward_layernorm.weight", size=stack.width)}
+    return table | ({name + "_scale": vector(theirs + "layer_scalar", size=1)} if layer.end_scale else {})
+
+
+def mlp_and_experts(stack, layer, theirs):
+    """An mlp and a mixture side by side, each between norms of its own: models.md 5."""
+    table = dense(stack, theirs, layer.dense_width, ffn_norm(layer)) | ended(stack, layer, theirs, "end")
+    for ours, name in (("dense_norm", "post_feedforward_layernorm_1"),
+                       ("mixed_norm", "post_feedforward_layernorm_2"),
+                       ("experts_norm", "pre_feedforward_layernorm_2")):  # fmt: skip
+        table[ours] = vector(f"{theirs}{name}.weight", size=stack.width)
+    return table | LAYOUTS[layer.experts.layout](stack, layer, theirs)
 
 
 def experts(stack, layer, theirs):
     """A mixture behind its norm, as the files of its layout hold it."""
-    table = {"mlp_norm": vector(theirs + "post_attention_layernorm.weight", size=stack.width)}
+    table = {"experts_norm": vector(theirs + "post_attention_layernorm.weight", size=stack.width)}
     return table | LAYOUTS[layer.experts.layout](stack, layer, theirs + "mlp.")
 
 
-def separate(stack, layer, at):
-    """A tensor for each expert's gate, up and down: models.md 3."""
-    count, width, inner = layer.experts.count, stack.width, layer.ffn_width
-    names = [[f"{at}experts.{e}.{part}_proj.weight" for part in ("gate", "up", "down")] for e in range(count)]
-    pairs = tuple((name, (inner, width)) for gate, up, _ in names for name in (gate, up))
-    return {
-        "router": matrix(at + "gate.weight", rows=count, cols=width),
-        "experts_up": Named(EXPERT_PAIRS, (count, 2 * inner, width), pairs),
-        "experts_down": Named(
-            EXPERTS, (count, width, inner), tuple((down, (width, inner)) for *_, down in names)
-        ),
-    }
+from minidflash.weights.layouts import LAYOUTS
 
-
-def fused(stack, layer, at):
-    """All experts in one tensor, transposed, gate and up interleaved, with biases: models.md 4."""
-    count, width, inner = layer.experts.count, stack.width, layer.ffn_width
-    up, down = at + "experts.gate_up_proj", at + "experts.down_proj"
-    return biased(stack, layer, at) | {
-        "experts_up": Named(
-            EXPERT_PAIRS,
-            (count, 2 * inner, width),
-            ((up, (count, width, 2 * inner)),),
-            "transpose, de-interleave",
-        ),
-        "experts_down": Named(EXPERTS, (count, width, inner), ((down, (count, inner, width)),), "transpose"),
-    }
-
-
-def mxfp4(stack, layer, at):
-    """Blocks of 32 inputs and their scales, rows interleaved: models.md 4."""
-
-    def named(role, name, rows, cols, transform):
-        found = (
-            ("_blocks", (layer.experts.count, rows, cols // 32, 16)),
-            ("_scales", (layer.experts.count, rows, cols // 32)),
-        )
-        sources = tuple((f"{at}experts.{name}_proj{ending}", shape) for ending, shape in found)
-        return Named(role, (layer.experts.count, rows, cols), sources, "blocks and scales" + transform)
-
-    width, inner = stack.width, layer.ffn_width
-    return biased(stack, layer, at) | {
-        "experts_up": named(EXPERT_PAIRS, "gate_up", 2 * inner, width, ", de-interleave"),
-        "experts_down": named(EXPERTS, "down", width, inner, ""),
-    }
-
-
-def biased(stack, layer, at):
-    """gpt-oss's router, and its biases, the same in both layouts."""
-    count, width, inner = layer.experts.count, stack.width, layer.ffn_width
-    up, down = (at + f"experts.{name}_proj_bias" for name in ("gate_up", "down"))
-    return {
-        "router": matrix(at + "router.weight", rows=count, cols=width),
-        "router_bias": vector(at + "router.bias", size=count),
-        "up_bias": Named(VECTOR, (count, 2 * inner), ((up, (count, 2 * inner)),), "de-interleave"),
-        "down_bias": Named(VECTOR, (count, width), ((down, (count, width)),)),
-    }
-
-
-LAYOUTS = {"separate": separate, "fused": fused, "mxfp4": mxfp4}  # of Experts
-PARTS = {"attention": attention, "mlp": mlp, "experts": experts}  # mixers and ffns of a Layer
+# Mixers and ffns of a Layer.
+PARTS = {"attention": attention, "mlp": mlp, "experts": experts, "mlp_and_experts": mlp_and_experts}
 
 
 def layers_of(stack, prefix):
@@ -206,10 +181,15 @@ def layers_of(stack, prefix):
 def target_table(config):
     """Of a target whose head is its embedding, or is bound apart (bind_target)."""
     return {
-        "embed": matrix(EMBED, rows=config.vocab, cols=config.width, role=TABLE),
-        "norm": vector("model.norm.weight", size=config.width),
-        **layers_of(config, "model."),
+        "embed": matrix(embed_of(config), rows=config.vocab, cols=config.width, role=TABLE),
+        "norm": vector(config.prefix + "norm.weight", size=config.width),
+        **layers_of(config, config.prefix),
     }
+
+
+def embed_of(config):
+    """Name of the tensor that ids are looked up in."""
+    return config.prefix + "embed_tokens.weight"
 
 
 def bind(table, tensors, label, skipped=None):
@@ -279,10 +259,11 @@ def bind_target(config, tensors):
         raise UserError(f"target tensor {HEAD} is missing, and tie_word_embeddings is false", hint=hint)
     bound = bind(table, tensors, "target", SKIPPED)
     if has_head and config.tied:
-        if not _same_bits(tensors[EMBED], tensors[HEAD]):
+        embed = embed_of(config)
+        if not _same_bits(tensors[embed], tensors[HEAD]):
             hint = "one of the two is wrong; set tie_word_embeddings false to use the head"
             raise UserError(
-                f"target tensor {HEAD} differs from {EMBED}, yet tie_word_embeddings is true", hint=hint
+                f"target tensor {HEAD} differs from {embed}, yet tie_word_embeddings is true", hint=hint
             )
         del bound["head"]
     return bound

@@ -7,6 +7,9 @@
  * Truth:  oracle_moe.py experts_down. */
 #include "experts_few.cuh"
 
+#ifndef ADDS
+#define ADDS 1  // as in experts_down_fast.cu
+#endif
 #ifndef MOST_TURNS
 #define MOST_TURNS 16  // row tiles of a cluster
 #endif
@@ -101,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(FEW_THREADS, 2)
     }
     if (lane == 0) fill.run(halves, w, cols, tiles, ring, places.ring, 1 << 30, false);
     __syncwarp();
-    if (chosen.pairs == 0) return;
+    if (ADDS && chosen.pairs == 0) return;
     for (int turn = halves.rank; turn < halves.turns; turn += 2) {
         const int n = 16 * (halves.first + turn * halves.step) + lane % 16;
         constexpr int MOST = MOST_PAIRS / 2;  // rows of half a warp
@@ -109,16 +112,18 @@ extern "C" __global__ void __launch_bounds__(FEW_THREADS, 2)
 #pragma unroll
         for (int i = 0; i < MOST; ++i) {
             const int row = lane / 16 + 2 * i;
-            old[i] = row < rows && n < outputs ? to_f32(x[(size_t)row * outputs + n]) : 0.f;
+            old[i] = ADDS && row < rows && n < outputs ? to_f32(x[(size_t)row * outputs + n]) : 0.f;
         }
-        mbarrier_wait_cluster(&arrived[turn], 0);
+        if (ADDS || chosen.pairs) mbarrier_wait_cluster(&arrived[turn], 0);
         __syncwarp();
 #pragma unroll
         for (int i = 0; i < MOST; ++i) {
             const int row = lane / 16 + 2 * i;
-            if (row >= rows || n >= outputs || chosen.of_pair[row * used] < 0) continue;
+            if (row >= rows || n >= outputs) continue;
+            const bool is_active = chosen.of_pair[row * used] >= 0;
+            if (ADDS && !is_active) continue;
             float sum = 0.f;
-            for (int k = 0; k < used; ++k)
+            for (int k = 0; is_active && k < used; ++k)
                 sum += products[(turn * MOST_PAIRS + row * used + k) * 16 + lane % 16];
             const bf16 y = to_bf16(old[i] + sum);
             x[(size_t)row * outputs + n] = y;

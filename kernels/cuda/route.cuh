@@ -3,6 +3,13 @@
 #include "choose.cuh"
 #include "skinny_tokens.cuh"
 
+#ifndef U_NORM
+#define U_NORM 0  // 1: u has a norm of its own
+#endif
+#ifndef EXPERT_SCALE
+#define EXPERT_SCALE 0  // 1: every expert has a scale, that its shares are times
+#endif
+
 constexpr int ROUTE_THREADS = 32 * WARPS;
 constexpr int MOST_EACH = 32;  // rows of a cluster: a word has a bit for each
 constexpr int PARTS = 16;      // of a row's squares
@@ -62,6 +69,7 @@ struct Routed {
     int* expert;
     float* share;
     int *first, *order, *touched;
+    const float* expert_scale;
 };
 
 /* Experts, groups and shares of rows begin .. begin + count - 1, by a block, a warp every so-manyth row.
@@ -90,6 +98,7 @@ __device__ __forceinline__ void choose_and_group(const Groups& groups, const flo
         if (row >= count) break;
         float part = 0.f;
         if (positions[i] >= 0) part = share_of(choice[i], logits + row * stride, E, U, normalise);
+        if (EXPERT_SCALE && lane < U && choice[i].id >= 0) part *= to.expert_scale[choice[i].id];
         const size_t at = (size_t)(begin + row) * U + lane;
         if (lane < U) to.expert[at] = choice[i].id, to.share[at] = part;
     }

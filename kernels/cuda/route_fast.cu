@@ -1,4 +1,5 @@
-/* route_fast: u = n(x) * norm, rounded once; of W u + bias each row's experts and shares; the groups.
+/* route_fast: r = n(x) * norm, rounded once; of W r + bias each row's experts and shares; the groups. u is r,
+ *         or n(x) * u_norm where U_NORM; a share is times its expert's scale where EXPERT_SCALE.
  * Grid:   a cluster for `each` rows, a block of it for every so-manyth row tile of W. All blocks norm the
  *         rows; logits meet in the first block's shared memory, which chooses and, where there is one
  *         cluster, makes the groups (route.cu's group otherwise). W is asked for before the wait, as much of
@@ -28,6 +29,7 @@ struct Places {
     Groups groups;
     float* norm;            // [chunks * 32]
     float* bias;            // [16 * tiles]
+    float* u_norm;          // [chunks * 32] where U_NORM
     unsigned char* tokens;  // [chunks] LAID_CHUNK
 
     __device__ __forceinline__ Places(unsigned char* dynamic, int tiles, int chunks) {
@@ -38,7 +40,8 @@ struct Places {
         groups.chosen = groups.starts + 16 * tiles + 16;
         norm = (float*)(groups.chosen + MOST_EACH * 32);
         bias = norm + 32 * chunks;
-        tokens = (unsigned char*)(bias + 16 * tiles);
+        u_norm = bias + 16 * tiles;
+        tokens = (unsigned char*)(u_norm + (U_NORM ? 32 * chunks : 0));
     }
 };
 
@@ -98,20 +101,24 @@ struct NormRow {
         auto both = [r](u32 pair, float low, float high) {
             return pack_bf16(low * (low_f32(pair) * r), high * (high_f32(pair) * r));
         };
+        auto times = [&](const uint4& v, const float* scales) {
+            const float4 a = *(const float4*)scales, b = *(const float4*)(scales + 4);
+            return make_uint4(both(v.x, a.x, a.y), both(v.y, a.z, a.w), both(v.z, b.x, b.y),
+                              both(v.w, b.z, b.w));
+        };
         for (int first = lane_index(); first < pieces(); first += 32 * PARTS)
 #pragma unroll 4
             for (int part = mine << bits; has(part); ++part) {
                 const int piece = first + 32 * part;
                 if (piece >= pieces()) break;
-                const float4 a = *(const float4*)(places.norm + 8 * piece),
-                             b = *(const float4*)(places.norm + 8 * piece + 4);
                 uint4* at = laid(places.tokens, row, piece);  // what this lane wrote itself
-                uint4 v = *at;
-                v = make_uint4(both(v.x, a.x, a.y), both(v.y, a.z, a.w), both(v.z, b.x, b.y),
-                               both(v.w, b.z, b.w));
+                const uint4 raw = *at;
+                uint4 v = times(raw, places.norm + 8 * piece);
                 if (position < 0) v = make_uint4(0, 0, 0, 0);
                 *at = v;
-                if (to && 8 * piece < cols) *(uint4*)(to + 8 * piece) = v;
+                if (!to || 8 * piece >= cols) continue;
+                if (U_NORM && position >= 0) v = times(raw, places.u_norm + 8 * piece);
+                *(uint4*)(to + 8 * piece) = v;
             }
     }
 };
@@ -164,9 +171,10 @@ __device__ __forceinline__ void send_logits(const Places& places, int tile, int 
 
 /* first null: groups are another kernel's. */
 extern "C" __global__ void __launch_bounds__(ROUTE_THREADS, 1)
-    route_fast(const u16* w, const bf16* x, const float* norm, const float* bias, const int* pos, bf16* u,
-               int* expert, float* share, int* first, int* order, int* touched, float eps, int normalise,
-               int rows, int E, int U, int cols, int each) {
+    route_fast(const u16* w, const bf16* x, const float* norm, const float* u_norm, const float* bias,
+               const float* expert_scale, const int* pos, bf16* u, int* expert, float* share, int* first,
+               int* order, int* touched, float eps, int normalise, int rows, int E, int U, int cols,
+               int each) {
     extern __shared__ __align__(128) unsigned char dynamic[];
     __shared__ u64 arrived;
     const int rank = cluster_rank(), blocks = cluster_size(), tiles = (E + 15) / 16,
@@ -176,7 +184,10 @@ extern "C" __global__ void __launch_bounds__(ROUTE_THREADS, 1)
     const Places places(dynamic, tiles, chunks);
     uint4 a[2 * KEPT];
     if (rank < tiles) load_kept(a, w, rank, chunks, 0);
-    for (int k = threadIdx.x; k < 32 * chunks; k += ROUTE_THREADS) places.norm[k] = k < cols ? norm[k] : 0.f;
+    for (int k = threadIdx.x; k < 32 * chunks; k += ROUTE_THREADS) {
+        places.norm[k] = k < cols ? norm[k] : 0.f;
+        if (U_NORM) places.u_norm[k] = k < cols ? u_norm[k] : 0.f;
+    }
     for (int i = threadIdx.x; i < chunks * LAID_CHUNK / 16; i += ROUTE_THREADS)
         ((uint4*)places.tokens)[i] = uint4{};  // rows that are not there
     for (int e = threadIdx.x; e < 16 * tiles; e += ROUTE_THREADS)
@@ -235,7 +246,7 @@ extern "C" __global__ void __launch_bounds__(ROUTE_THREADS, 1)
     }
     mbarrier_wait_cluster(&arrived, 0);
     __syncwarp();
-    const Routed routed{expert, share, first, order, touched};
+    const Routed routed{expert, share, first, order, touched, expert_scale};
     choose_and_group(places.groups, places.logits, 16 * tiles, position, begin, count, E, U, normalise,
                      routed);
 }

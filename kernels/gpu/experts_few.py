@@ -7,9 +7,9 @@ Kernels take half of a multiprocessor at most (kernels/cuda/experts_few.cuh).
 from dataclasses import dataclass
 
 from . import experts
-from .split import CHUNK, SHARED_PER_SM
+from .split import CHUNK, SHARED_PER_BLOCK, SHARED_PER_SM
 
-MOST_ROUTED = 2  # rows, as in route_few.cu
+MOST_ROUTED = 16  # rows, as in route_few.cu
 MOST_PAIRS, MOST_TURNS = 8, 16  # as in experts_few.cuh; row tiles of a cluster of experts_down_few
 STATIC = 1024  # shared bytes that the kernels declare themselves, at most, with what a block costs beside
 # Dynamic shared bytes of a block. Two of experts_up_few do not fit a multiprocessor: the scheduler would put
@@ -65,19 +65,24 @@ def defines_of(few, cols, kind, act=0, has_large_scales=False):
     }  # fmt: skip
 
 
-def route(backend, x, norm, eps, w, bias, normalise, pos, touched, work, u, expert, share, first, order):
+def route(backend, x, norm, u_norm, eps, w, bias, normalise, expert_scale, pos, touched, work, u, expert,
+          share, first, order):  # fmt: skip
     (rows, cols), used, tiles = x.shape, expert.shape[1], -(-w.rows // experts.TILE)
-    is_few = rows <= MOST_ROUTED and rows * used <= MOST_PAIRS and 1 < tiles <= experts.ROUTE_BLOCKS
-    if w.layout != "packed" or not is_few or cols % 8 or cols > 8 * 32 * experts.ROUTE_WARPS:
-        return experts.route(
-            backend, x, norm, eps, w, bias, normalise, pos, touched, work, u, expert, share, first, order
-        )
+    is_few = rows <= MOST_ROUTED and 1 < tiles <= experts.ROUTE_BLOCKS
     chunks, padded = -(-cols // CHUNK), experts.TILE * tiles
     groups = 4 * (2 * padded + 16 + 32 * experts.ROUTE_ROWS)
-    shared = chunks * (1024 + 64 * rows) + 512 * experts.ROUTE_WARPS + 4 * rows * padded + groups
+    meeting = experts.ROUTE_WARPS * max(512 * -(-rows // 8), 128 * rows)  # sums, squares before
+    shared = chunks * (1024 + 64 * rows) + meeting + 64 + 4 * rows * padded + groups
+    is_few = is_few and shared + experts.STATIC <= SHARED_PER_BLOCK
+    if w.layout != "packed" or not is_few or cols % 8 or cols > 8 * 32 * experts.ROUTE_WARPS:
+        return experts.route(
+            backend, x, norm, u_norm, eps, w, bias, normalise, expert_scale, pos, touched, work, u, expert,
+            share, first, order,
+        )  # fmt: skip
     defines = {"STREAM_WARPS": experts.ROUTE_WARPS, "TOKEN_TILES": 1, "TOKEN_ROWS": rows}
-    args = [w.data, x, norm, bias, pos, u, expert, share, first, order, touched, eps, normalise]
-    args += [w.rows, used, cols]
+    defines |= experts.route_defines(u_norm, expert_scale)
+    args = [w.data, x, norm, u_norm, bias, expert_scale, pos, u, expert, share, first, order, touched]
+    args += [eps, normalise, w.rows, used, cols]
     backend.launch(
         "route_few.cu", "route_few", tiles, 32 * experts.ROUTE_WARPS, shared, args, defines, cluster=tiles,
         dependent=backend.dependent,
@@ -102,7 +107,7 @@ def own_bytes(outputs, clusters):
     return 4 * experts.TILE * MOST_PAIRS * turns if turns <= MOST_TURNS else None
 
 
-def experts_down(backend, h, w, bias, expert, share, first, order, tap_row, tap_at, x, taps, work):
+def experts_down(backend, h, w, bias, expert, share, first, order, adds, tap_row, tap_at, x, taps, work):
     (rows, used, _), tap_cols = h.shape, 0 if taps is None else taps.shape[1]
     clusters, few = backend.sms // 2, None
     own = own_bytes(w.rows, clusters)
@@ -110,15 +115,16 @@ def experts_down(backend, h, w, bias, expert, share, first, order, tap_row, tap_
         few = choose(w.cols, w.dtype, "experts_down", rows * used, own)
     if few is None:
         return experts.experts_down(
-            backend, h, w, bias, expert, share, first, order, tap_row, tap_at, x, taps, work
+            backend, h, w, bias, expert, share, first, order, adds, tap_row, tap_at, x, taps, work
         )
     tap_row = None if taps is None else tap_row
     args = [w.data, h, bias, expert, share, tap_row, x, taps, rows, used, w.rows, w.cols, tap_at, tap_cols]
-    return _launch(backend, "experts_down_few", w, few, args, 2 * clusters, cluster=2)
+    more = experts.adds_define(adds)
+    return _launch(backend, "experts_down_few", w, few, args, 2 * clusters, cluster=2, more=more)
 
 
-def _launch(backend, kernel, w, few, args, blocks, act=0, cluster=1):
-    defines = defines_of(few, w.cols, w.dtype, act, w.has_large_scales)
+def _launch(backend, kernel, w, few, args, blocks, act=0, cluster=1, more=None):
+    defines = defines_of(few, w.cols, w.dtype, act, w.has_large_scales) | (more or {})
     backend.launch(
         f"{kernel}.cu", kernel, blocks, few.threads, few.shared, args, defines, cluster=cluster,
         dependent=backend.dependent,

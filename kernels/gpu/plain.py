@@ -68,14 +68,14 @@ def embed(backend, ids, table, scale, x):
     backend.launch("embed.cu", "embed", rows, THREADS, 0, args, _types(backend, table))
 
 
-def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot, pos, at, cache_k,
-        cache_v, work, q):  # fmt: skip
+def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, v_norm, cos, sin, slot, pos, at,
+        cache_k, cache_v, work, q):  # fmt: skip
     (rows, heads, size), (_, groups, room, _), wide = q.shape, cache_k.shape, wq.rows + wkv.rows
     laid, y = _laid(backend, x, None, norm, eps, work)
     _linear(backend, wq, laid, "f32", y, wide)
     _linear(backend, wkv, laid, "f32", y[wq.rows :], wide)
-    args = [y, eps, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot, pos, at, cache_k, cache_v, q]
-    args += [rows, heads, groups, room, size, cos.shape[1]]
+    args = [y, eps, q_bias, kv_bias, q_norm, k_norm, v_norm, cos, sin, slot, pos, at, cache_k, cache_v, q]
+    args += [rows, heads, groups, wkv.rows // size - groups, room, size, cos.shape[1]]
     blocks = -(-rows * (heads + 2 * groups) * 32 // THREADS)
     backend.launch("qkv.cu", "qkv", blocks, THREADS, 0, args, _types(backend))
 
@@ -114,14 +114,17 @@ def gate_up(backend, x, norm, eps, act, w, work, h):
     backend.launch("gate_up.cu", "gate_up", blocks, THREADS, 0, args, _types(backend, w))
 
 
-def route(backend, x, norm, eps, w, bias, normalise, pos, touched, work, u, expert, share, first, order):
+def route(backend, x, norm, u_norm, eps, w, bias, normalise, expert_scale, pos, touched, work, u, expert,
+          share, first, order):  # fmt: skip
     (rows, width), (experts, used) = x.shape, (w.rows, expert.shape[1])
     if used > MOST_USED:
         raise NotImplementedError(f"route: {used} experts a row, the kernel holds {MOST_USED}")
     logits = work[COUNTERS:]
     _norm(backend, x, None, norm, eps, u, rows, backend.activations, backend.activations)
     _linear(backend, w, u, backend.activations, logits, experts)
-    args = [logits, bias, pos, normalise, u, expert, share, rows, experts, used, width]
+    if u_norm is not None:  # the router has read its own
+        _norm(backend, x, None, u_norm, eps, u, rows, backend.activations, backend.activations)
+    args = [logits, bias, expert_scale, pos, normalise, u, expert, share, rows, experts, used, width]
     backend.launch("route.cu", "choose_rows", _blocks(backend, rows), THREADS, 0, args, _types(backend))
     group(backend, experts, touched, expert, first, order)
 
@@ -150,13 +153,20 @@ def experts_up(backend, u, w, bias, expert, first, order, act, limit, alpha, wor
     backend.launch("experts_up.cu", "experts_up", blocks, THREADS, 0, args, _expert_types(backend, w))
 
 
-def experts_down(backend, h, w, bias, expert, share, first, order, tap_row, tap_at, x, taps, work):
+def experts_down(backend, h, w, bias, expert, share, first, order, adds, tap_row, tap_at, x, taps, work):
     (rows, used, ffn), width = h.shape, x.shape[1]
     columns = 0 if taps is None else taps.shape[1]
-    args = [h, w.data, _scales(w), bias, expert, share, tap_row, tap_at, x, taps]
+    args = [h, w.data, _scales(w), bias, expert, share, adds, tap_row, tap_at, x, taps]
     args += [rows, used, width, ffn, columns]
     blocks = _blocks(backend, rows * width)
     backend.launch("experts_down.cu", "experts_down", blocks, THREADS, 0, args, _expert_types(backend, w))
+
+
+def join(backend, a, b, a_norm, b_norm, norm, eps, scale, tap_row, tap_at, x, taps):
+    rows, width = x.shape
+    columns = 0 if taps is None else taps.shape[1]
+    args = [a, b, a_norm, b_norm, norm, eps, scale, tap_row, tap_at, x, taps, width, columns]
+    backend.launch("join.cu", "join", rows, THREADS, 4 * width, args, _types(backend))
 
 
 def head(backend, x, pick, norm, eps, w, limit, ids, work):

@@ -12,6 +12,9 @@ from .terminal import write
 
 ROTATED = 128 << 20  # bytes of different weights between two uses of the same: more than any cache holds
 BLOCK = 16
+# Ends of names of optional arguments that are not timed.
+NOT_TIMED = ("linear_add", "norm"), ("linear_add", "scale")
+LEFT_OUT = "bias", "sinks", "logprob", "v_norm", "u_norm", "expert_scale"
 EXPERT_ROWS = "route", "experts_up", "experts_down"
 
 
@@ -106,7 +109,7 @@ def arguments(ops, row, shape, rows, context, like=None, experts="bf16"):
     """
     from minidflash.kernels.ops import expected
     from minidflash.kernels.oracle_moe import group
-    from minidflash.kernels.table import CLAMPED, PLAIN_ONLY, SILU, role_of
+    from minidflash.kernels.table import CLAMPED, SILU, role_of
 
     rng = np.random.default_rng(1)
     sizes = shape | {"T": rows, "N": 1, "M": rows, "S": context + max(rows, BLOCK), "R": BLOCK,
@@ -134,7 +137,7 @@ def arguments(ops, row, shape, rows, context, like=None, experts="bf16"):
         expert = np.stack([rng.permutation(E)[:U] for _ in range(rows)])
         first, order = group(expert, E)
         values |= {
-            "expert": expert, "first": first, "order": order, "share": 1 / U, "normalise": 1,
+            "expert": expert, "first": first, "order": order, "share": 1 / U, "normalise": 1, "adds": 1,
             "act": CLAMPED if experts == "mxfp4" else SILU, "limit": 7.0, "alpha": 1.702,
         }  # fmt: skip
         sizes["Z"] = ops.backend.work_size(
@@ -152,9 +155,7 @@ def arguments(ops, row, shape, rows, context, like=None, experts="bf16"):
             found.append(like[i])
         elif arg.dims is None:
             found.append(values[arg.name])
-        elif arg.optional and (
-            arg.name.endswith(("bias", "sinks", "logprob")) or arg.name in PLAIN_ONLY.get(row.name, ())
-        ):
+        elif arg.optional and (arg.name.endswith(LEFT_OUT) or (row.name, arg.name) in NOT_TIMED):
             found.append(None)
         else:
             found.append(_buffer(ops, arg, tuple(expected(dim, sizes) for dim in arg.dims), values, rng))

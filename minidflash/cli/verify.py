@@ -166,7 +166,7 @@ def arguments(ops, row, sizes=SIZES, is_bare=False):
     bf16, it loses nothing, so ids that depend on close logits are the oracle's.
     """
     from minidflash.kernels.ops import expected
-    from minidflash.kernels.table import PLAIN_ONLY, role_of
+    from minidflash.kernels.table import role_of
 
     rng = np.random.default_rng(sum(map(ord, row.name)))
     widest = max(256, sizes["C"], sizes["F"], sizes["H"] * sizes["K"])
@@ -180,9 +180,6 @@ def arguments(ops, row, sizes=SIZES, is_bare=False):
             continue
         if arg.type != "W" and arg.dims is None:
             given[arg.name] = special[arg.name]
-            continue
-        if arg.name in PLAIN_ONLY.get(row.name, ()):
-            given[arg.name] = None
             continue
         shape = tuple(expected(dim, sizes) for dim in arg.dims)
         if arg.type == "W":
@@ -229,5 +226,5 @@ def _special(sizes):
         "fresh": [2], "left": [9], "fill": [0, 21, 22, 23, 24],
         "key": [11, 0, 0, 9], "law": [0.8, 0.9, 0.02],
         "mass": [2.0**43, 2.0**40, 2.0**42], "multiplier": 1.25, "cap": 3.0, "names": [1, 4, 5, 9, 12],
-        "normalise": 1, "expert": expert, "first": first, "order": order, "act": 1, "alpha": 1.7,
+        "normalise": 1, "adds": 1, "expert": expert, "first": first, "order": order, "act": 1, "alpha": 1.7,
     }  # fmt: skip

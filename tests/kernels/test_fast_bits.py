@@ -178,7 +178,7 @@ def test_dependent_launches_read_nothing_too_early(ops, rng, cut, monkeypatch):
             b["q"],
         )
         for _ in range(2):
-            ops.qkv(b["x"], b["norm"], 1e-6, w["q"], w["kv"], None, None, None, None, *where)
+            ops.qkv(b["x"], b["norm"], 1e-6, w["q"], w["kv"], None, None, None, None, None, *where)
             ops.linear_add(
                 b["q"].reshape(T, -1), w["o"], None, None, 0.0, None, None, 0, b["x"], None, b["work"]
             )

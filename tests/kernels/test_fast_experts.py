@@ -209,9 +209,26 @@ def test_dependent_launches_read_nothing_too_early(ops, rng, weights, T, monkeyp
         )
         work = ops.array((ops.backend.work_size(pairs, D, 2 * F),), "f32")
         for _ in range(2):
-            ops.route(x, scale, 1e-5, router, None, 1, pos, touched, work, u, expert, share, first, order)
+            ops.route(
+                x,
+                scale,
+                None,
+                1e-5,
+                router,
+                None,
+                1,
+                None,
+                pos,
+                touched,
+                work,
+                u,
+                expert,
+                share,
+                first,
+                order,
+            )
             ops.experts_up(u, up, None, expert, first, order, 0, 0.0, 0.0, work, h)
-            ops.experts_down(h, down, None, expert, share, first, order, None, 0, x, None, work)
+            ops.experts_down(h, down, None, expert, share, first, order, 1, None, 0, x, None, work)
         assert {ops.backend.variants[row] for row in ("route", "experts_up", "experts_down")} == {"fast"}
         return [ops.download(buffer) for buffer in (x, u, h, expert, share, first, order, touched)]
 

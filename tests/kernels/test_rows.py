@@ -9,7 +9,7 @@ import pytest
 from minidflash.kernels.ops import storage
 from minidflash.kernels.table import GELU_TANH, ROWS, SILU
 
-from tests.cases import Make, run, stored
+from tests.cases import Make, Matrix, run, stored
 from tests.compare import assert_same_bits
 from tests.conftest import open_or_skip, parameters
 
@@ -50,6 +50,11 @@ def make(name, rng, activations, weights):
         taps = {"tap_row": np.arange(T, dtype=np.int32), "tap_at": 3}
         rest = {"x": make.a(T, D), "taps": np.zeros((T, D + 7), kinds["A"])}
         return {"a": make.a(T, F), "w": make.w(D, F), "bias": make.v(D), **no_end, **taps, **rest}, {}
+    if name == "join":
+        norms = {one: make.v(D, around=1) for one in ("a_norm", "b_norm", "norm")}
+        end = {"eps": EPS, "scale": np.float32([0.6]), "tap_row": np.arange(T, dtype=np.int32), "tap_at": 3}
+        rest = {"x": make.a(T, D), "taps": np.zeros((T, D + 7), kinds["A"])}
+        return {"a": make.a(T, D), "b": make.a(T, D), **norms, **end, **rest}, {}
     if name == "gate_up":
         return {"x": make.a(T, D), **norm, "act": SILU, "w": make.w(2 * F, D)}, {"F": F}
     if name == "head":
@@ -97,6 +102,8 @@ ROW_KERNELS = [
 
 # Other forms of a row: what optional arguments and kinds make of it. "ROW FORM" -> arguments.
 FORMS = {
+    "qkv shared": {"wkv": Matrix(stored(np.sin(np.arange(48 * 77)).reshape(48, 77), "bf16")),
+                   "kv_bias": None, "v_norm": np.linspace(0.5, 1.5, 24, dtype=np.float32)},
     "qkv bare": {"norm": None}, "gate_up bare": {"norm": None}, "gate_up gelu": {"act": GELU_TANH},
     "linear_add normed": {"norm": np.linspace(0.5, 1.5, 77, dtype=np.float32), "scale": np.float32([0.6])},
     "sample capped": {"multiplier": 0.7, "cap": 1.5}, "head_logits capped": {"multiplier": 0.7, "cap": 1.5},
