@@ -13,13 +13,14 @@ ROPE_KEYS = {
                "original_max_position_embeddings": None},
     "yarn": {"factor": None, "original_max_position_embeddings": None, "beta_fast": 32.0, "beta_slow": 1.0,
              "truncate": True, "attention_factor": 0.0, "mscale": 0.0, "mscale_all_dim": 0.0},
+    "divisors": {"divisors": None},
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary frequencies. theta: base. kind: default, llama3 or yarn;
-    the fields after it are theirs (0: unset)."""
+    """Rotary frequencies. theta: base. kind: default, llama3, yarn, or divisors, one a frequency, as GGUF
+    files have them; the fields after it are theirs (0: unset)."""
 
     theta: float
     kind: str = "default"
@@ -33,6 +34,7 @@ class Rope:
     attention_factor: float = 0.0
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
+    divisors: tuple = ()
 
     def frequencies(self, size):
         """Frequencies of the pairs (j, j + size/2), and the multiplier on cos and sin.
@@ -57,6 +59,8 @@ class Rope:
             return np.where(wave < context / high, plain, np.where(wave > context / low, slow, mixed)), 1.0
         if self.kind == "yarn":
             return self._yarn(size, plain), self._yarn_multiplier()
+        if self.kind == "divisors":
+            return plain / np.float32(self.divisors), 1.0
         return plain, 1.0
 
     def _yarn(self, size, plain):
