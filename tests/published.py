@@ -102,7 +102,8 @@ def gemma4_drafter(width, heads, ffn, taps, target_layers):
     """Four sliding layers and a full one, causality not stated."""
     kinds = ["sliding_attention"] * 4 + ["full_attention"]
     more = {"num_hidden_layers": 5, "layer_types": kinds, "sliding_window": 2048, "use_sliding_window": True,
-            "rope_theta": 1e6, "max_position_embeddings": 262144, "final_logit_softcapping": 30.0}  # fmt: skip
+            "rope_theta": 1e6, "max_position_embeddings": 262144,
+            "final_logit_softcapping": 30.0}  # fmt: skip
     return drafter(width, heads, 8, 128, ffn, 16, taps, target_layers, 4, 262144, **more)
 
 
