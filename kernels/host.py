@@ -6,9 +6,10 @@ import time
 import numpy as np
 
 from . import oracle
+from .blocks import KINDS, widened
 from .ops import storage
 from .table import ROWS
-from .weight import Weight
+from .weight import BITS, Weight
 
 
 class HostBackend:
@@ -84,7 +85,8 @@ class OracleBackend(HostBackend):
         """Plain `Weight` from checkpoint tensors stacked along rows, of so many experts (0: a matrix),
         expert by expert."""
         data = np.concatenate([oracle.real(widen(p)).reshape(p.shape[0], -1) for p in parts])
-        kind = {"BF16": "bf16", "MXFP4": "mxfp4"}.get(parts[0].dtype, "f32")
+        kind = parts[0].dtype.lower()
+        kind = kind if kind in BITS else "f32"
         for part in parts:
             part.drop()
         data = data.reshape(experts, -1, data.shape[1]) if experts else data
@@ -108,9 +110,11 @@ class OracleBackend(HostBackend):
 
 def widen(tensor):
     """The array of a checkpoint tensor in a type the kernels know: bf16 bits or f32 (F16 and MXFP4 widen
-    exactly)."""
+    exactly, the kinds of blocks.py to what they stand for)."""
     if tensor.dtype == "MXFP4":
         return oracle.mxfp4(tensor.array, tensor.scales)
+    if tensor.dtype.lower() in KINDS:
+        return widened(KINDS[tensor.dtype.lower()], tensor.array)
     if tensor.dtype == "F16":
         return tensor.array.astype(np.float32)
     return tensor.array

@@ -26,8 +26,8 @@ class Drafter:
 class Sizes:
     """A target. F: of one expert where there are E of them, of which a row uses U, stored as `experts`.
 
-    window: keys that layers see but every `period`-th; 0: all see all. bias: in q, k, v and o. full: (G, K) of
-    the layers that see all, where they differ. dense: width of an mlp beside the experts.
+    window: keys that layers see but every `period`-th; 0: all see all. bias: in q, k, v and o. full: (G, K)
+    of the layers that see all, where they differ. dense: width of an mlp beside the experts.
     """
 
     family: str
@@ -84,7 +84,7 @@ SIZES = {
     "qwen3-8b": Sizes("qwen3", 36, 4096, 32, 8, 128, 12288, 151936, False, 1e6,
                       Drafter(5, 32, 8, 128, 12288, (1, 9, 17, 25, 33))),
     "llama-3.1-8b": Sizes("llama", 32, 4096, 32, 8, 128, 14336, 128256, False, 5e5,
-                          Drafter(5, 32, 8, 128, 12288, (1, 8, 15, 22, 29))),
+                          Drafter(5, 32, 8, 128, 12288, (1, 8, 15, 22, 29), 10)),
     "qwen3-coder-30b-a3b": Sizes("qwen3_moe", 48, 2048, 32, 4, 128, 768, 151936, False, 1e7,
                                  Drafter(8, 32, 4, 128, 6144, (1, 12, 23, 34, 45)), 128, 8, "bf16"),
     "gpt-oss-20b": Sizes("gpt_oss", 24, 2880, 64, 8, 64, 2880, 201088, False, 1.5e5,

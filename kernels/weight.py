@@ -4,6 +4,8 @@ and what a weight may be."""
 from dataclasses import dataclass, replace
 from math import prod
 
+from .blocks import KINDS
+
 TILE = 16  # rows are packed in groups of 16; a slice of a packed weight starts on such a group
 MATRIX, PAIRS, TABLE, VECTOR = "matrix", "pairs", "table", "vector"
 EXPERTS, EXPERT_PAIRS = "experts", "expert pairs"
@@ -15,6 +17,7 @@ E2M1 = tuple(
     sign * size for sign in (1.0, -1.0) for size in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 )  # of a nibble
 BITS = {"f32": 32, "bf16": 16, "mxfp4": 4.25}  # a number, its share of a block's scale included
+BITS |= {name: kind.stored_bits for name, kind in KINDS.items()}
 
 
 def stored_bytes(shape, dtype):

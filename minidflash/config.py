@@ -17,6 +17,7 @@ LATER = {
 }  # fmt: skip
 BUILT = {name: family.architecture for name, family in FAMILIES.items()}
 DRAFTER, SPECULATOR = "DFlashDraftModel", "DFlashSpeculator"
+PADDING = 1024  # rows at most by which two tables of one vocabulary differ; 512 are known (F07)
 WIDEST = 64  # widest block; above what the drafter was trained on acceptance falls (golden README)
 VARIANTS = {
     "DFlash2DraftModel": "DFlash 2", "DominoDraftModel": "Domino", "DSparkDraftModel": "DSpark",
@@ -241,12 +242,15 @@ def _causal(reader, windows, layout):
 def check_pair(target, drafter):
     """Refuse a target and a drafter that were not made for each other, before any compute.
 
-    Errors: UserError with both numbers. Vocabularies may differ: padding rows are harmless (F07, F08).
+    Errors: UserError with both numbers. Vocabularies may differ by padding rows, which do no harm (F07, F08).
     Source: dflash.md 2.6.
     """
     source = drafter.sources.get("taps", "target_layer_ids")
     if target.width != drafter.width:
         raise UserError(f"drafter hidden_size is {drafter.width}, the target's is {target.width}: not a pair")
+    if drafter.vocab and abs(drafter.vocab - target.vocab) > PADDING:
+        found = f"drafter vocab_size is {drafter.vocab}, the target's is {target.vocab}: not a pair"
+        raise UserError(found, hint=f"padding of one vocabulary explains {PADDING} rows at most")
     count = len(target.layers)
     if drafter.target_layers not in (None, count):
         found = f"drafter num_target_layers is {drafter.target_layers}"

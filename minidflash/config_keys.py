@@ -36,6 +36,7 @@ DRAFTER_NESTED = (
     "value_length", "rope_dimensions",
 )  # fmt: skip
 
+MOST_LAYERS = 1024  # that are believed where the files are not at hand
 LARGEST = 2**31 - 1  # ids, positions and sizes are 32-bit numbers in every kernel
 
 
@@ -143,8 +144,9 @@ class Reader:
     def layers(self):
         """How many layers; of each there are tensors, so lists and tables of a false number are never
         made."""
-        layers = self.number("layers", "num_hidden_layers", int, 1)
-        if self.tensors is not None and layers > len(self.tensors):
+        is_unknown = self.tensors is None
+        layers = self.number("layers", "num_hidden_layers", int, 1, high=MOST_LAYERS if is_unknown else None)
+        if not is_unknown and layers > len(self.tensors):
             self.refuse(
                 "num_hidden_layers", layers, f"fewer: the files hold {len(self.tensors)} tensors in all"
             )

@@ -9,7 +9,7 @@ import numpy as np
 
 from .drafter import draft
 from .fit import make_plan, positions_of
-from .pair import open_pair
+from .pair import check_kinds, open_pair, weights_for
 from .rope import rope_tables
 from .values import whole
 
@@ -75,16 +75,17 @@ class Engine:
 
 def load(
     target="default", drafter=..., backend="auto", activations=None, ctx=None, prefill_chunk=None,
-    revision=None, drafter_revision=None, offline=False, device=0, progress=None, warm=True,
+    revision=None, drafter_revision=None, offline=False, device=0, progress=None, warm=True, weights=None,
     **backend_options,
 ):  # fmt: skip
     """Open a checkpoint pair and put it on a backend.
 
     target, drafter, revision, drafter_revision: as pair.open_pair. backend: as kernels.ops. ctx: positions a
     run may use, default what the target allows and memory holds. prefill_chunk: prompt tokens in one pass,
-    default the backend's. progress: None or progress(label, done, total). warm: compile the kernels now,
-    timed as jit_s, not in the first run. Returns an Engine. Errors: UserError, with .hint.
-    Source: engine.md 4-6.
+    default the backend's. weights: of the default target and of GGUF files, "file": their own bytes, or
+    "bf16"; default the former on the CPU, for the default target bf16 on a GPU. progress: None or
+    progress(label, done, total). warm: compile the kernels now, timed as jit_s, not in the first run.
+    Returns an Engine. Errors: UserError, with .hint. Source: engine.md 4-6.
     """
     from minidflash.kernels import open_ops
     from minidflash.weights.drafter_names import target_ids
@@ -95,7 +96,9 @@ def load(
     ctx = None if ctx is None else whole("ctx", ctx, 1)
     # First: what cannot run here need not be fetched.
     ops = open_ops(backend, activations, device, **backend_options)
-    pair = open_pair(target, drafter, revision, drafter_revision, offline, progress)
+    weights = weights_for(ops, target, weights)
+    pair = open_pair(target, drafter, revision, drafter_revision, offline, progress, weights=weights)
+    check_kinds(ops, pair)
     files, tokenizer = pair.target.files, pair.tokenizer
     check_contents = start_check(files) if files.name == "default" else None  # while they are read
     plan = make_plan(ops, pair, ctx, prefill_chunk)

@@ -8,6 +8,8 @@ from .config import check_pair, read_drafter, read_target
 from .errors import UserError
 from .values import is_word, told
 
+WIDENS_BLOCKS = ("numba", "oracle")  # backends whose products take the blocks of GGUF files
+
 
 @dataclass
 class Checked:
@@ -75,31 +77,78 @@ class Pair:
 
 def open_pair(
     target="default", drafter=..., revision=None, drafter_revision=None, offline=False, progress=None,
-    needs_weights=True,
+    needs_weights=True, weights=None,
 ):  # fmt: skip
     """Open, read and check both checkpoints; nothing is left that a later step would find wrong with them.
 
     target, drafter: folder, Hugging Face id, "default"; drafter None, False or "none": none; left out: the
     embedded one for the embedded target, else none. revision, drafter_revision: of a Hugging Face id.
-    progress: as load's. needs_weights: False: a folder with config.json alone will do; what its weights are
-    is then foretold. Returns a Pair. Errors: UserError. Source: engine.md 4.
+    weights: of the target, as open_checkpoint. progress: as load's. needs_weights: False: none are fetched,
+    and a folder with config.json alone will do; what its weights are is then foretold. Returns a Pair.
+    Errors: UserError. Source: engine.md 4.
     """
     from minidflash.weights import drafter_names, names, open_checkpoint
 
     from .tokenizer import open_tokenizer
 
-    files = open_checkpoint(target, "target", revision, offline, progress, needs_weights)
-    config = read_target(files.config, files.generation, files.tensors)
-    bind = names.bind_target if files.tensors else names.foretell_target
-    opened = Checked(files, config, bind(config, files.tensors))
-    own = None
+    def look(spec, role, revision, weights=None):
+        """The checkpoint as far as it is here: of one on the hub, that is its small files."""
+        return open_checkpoint(spec, role, revision, offline, progress, False, weights)
+
+    def whole(files, role, read):
+        """(checkpoint, config), with its weights where they are needed."""
+        if needs_weights and files.tensors is None:
+            # Of the commit that was looked at, whatever its branch has become meanwhile.
+            files = open_checkpoint(files.name, role, files.revision, offline, progress)
+        return files, read(files)
+
+    def target_of(files):
+        return read_target(files.config, files.generation, files.tensors)
+
+    def drafter_of(files):
+        return read_drafter(files.config, files.tensors)
+
+    files, found = look(target, "target", revision, weights), None
     if drafter is ...:
         drafter = "default" if target == "default" else None
     if not (drafter is None or drafter is False or is_word(drafter, "none")):
-        found = open_checkpoint(drafter, "drafter", drafter_revision, offline, progress, needs_weights)
-        draft_config = read_drafter(found.config, found.tensors)
+        found = look(drafter, "drafter", drafter_revision)
+    config = target_of(files)
+    if found:  # what is no pair is refused before weights are fetched, or read
+        check_pair(config, drafter_of(found))
+    files, config = whole(files, "target", target_of)
+    bind = names.bind_target if files.tensors else names.foretell_target
+    opened, own = Checked(files, config, bind(config, files.tensors)), None
+    if found:
+        found, draft_config = whole(found, "drafter", drafter_of)
         bind = drafter_names.bind_drafter if found.tensors else drafter_names.foretell_drafter
         own = Checked(found, draft_config, bind(draft_config, found.tensors))
-        check_pair(config, draft_config)
         check_tables(config, own)
-    return Pair(opened, own, open_tokenizer(files.folder))
+    return Pair(opened, own, open_tokenizer(files.folder, files.texts))
+
+
+def weights_for(ops, target, asked=None):
+    """How the target's weights are kept: what was asked for, or what suits the backend.
+
+    On the CPU the default target's own bytes are read faster than bf16 (bench/NOTES.md); GPU kernels do not
+    widen blocks of GGUF files. Returns "bf16", "file", or None: as they are. Errors: UserError.
+    """
+    if asked not in (None, "bf16", "file"):
+        raise UserError(f"weights {told(asked)} not known", hint="use bf16 or file")
+    if asked is None and target == "default":
+        return "file" if ops.name in WIDENS_BLOCKS else "bf16"
+    return asked
+
+
+def check_kinds(ops, pair):
+    """Refuse blocks of a GGUF file where no kernel widens them. Errors: UserError, code 3."""
+    from minidflash.kernels.blocks import KINDS
+
+    if ops.name in WIDENS_BLOCKS:
+        return
+    for checked in (pair.target, pair.drafter):
+        for bound in checked.bound.values() if checked else ():
+            if bound.dtype in KINDS:
+                found = f"{checked.files.name} holds {bound.dtype.upper()} blocks"
+                hint = "--weights bf16 rounds them, or take the bf16 checkpoint, or --backend numba"
+                raise UserError(f"{found}, which the {ops.name} backend does not widen", hint, code=3)

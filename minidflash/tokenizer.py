@@ -1,5 +1,6 @@
 """Text to ids and back: prompts, chat templates, stop ids, and text that comes out while ids come in."""
 
+import json
 import re
 from pathlib import Path
 
@@ -14,29 +15,35 @@ _BROKEN = "\ufffd"  # what bytes that are no character decode to
 _LONG = 64  # ids; a window without a character bound may become so long
 
 
-def open_tokenizer(folder):
+def open_tokenizer(folder, texts=None):
     """Open the tokenizer of a checkpoint.
 
     folder: path of a checkpoint folder; tokenizer.json, tokenizer_config.json, special_tokens_map.json and
-    chat_template.jinja are read from it. Returns Tokenizer, or None when there is no tokenizer.json: then
+    chat_template.jinja are read from it, or, where texts is given, tokenizer.json and tokenizer_config.json
+    are in there as objects. Returns Tokenizer, or None when there is no tokenizer.json: then
     only prompts of ids work and text is None. Errors: UserError when a file is damaged, names an unknown end
     token, or the package tokenizers is missing. Source: Hugging Face tokenizer files.
     """
     folder = Path(folder)
     path = folder / "tokenizer.json"
-    if not path.is_file():
+    if texts is not None:
+        if "tokenizer.json" not in texts:
+            return None
+        data, config = json.dumps(texts["tokenizer.json"]).encode(), texts["tokenizer_config.json"]
+    elif not path.is_file():
         return None
+    else:
+        data = without_mark(read_bytes(path), str(path))
+        config = _read_optional(folder / "tokenizer_config.json")
     try:
         import tokenizers
     except ImportError as error:
         raise UserError("text needs the package tokenizers", hint="pip install tokenizers", code=3) from error
-    data = without_mark(read_bytes(path), str(path))
     try:
         backend = tokenizers.Tokenizer.from_buffer(data)
     except Exception as error:  # the library raises bare Exception
         reason = " ".join(str(error).split())
         raise UserError(f"tokenizer.json cannot be read: {reason}", hint=f"fetch {path} again") from error
-    config = _read_optional(folder / "tokenizer_config.json")
     special = {**_special_names(_read_optional(folder / "special_tokens_map.json")), **_special_names(config)}
     return Tokenizer(backend, config, special, read_templates(folder, config))
 

@@ -1,6 +1,13 @@
 """config.json of published checkpoints, as far as their pages state it; models.md 3, 4 and 9, dflash.md
 2.2."""
 
+import importlib
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "bench"))
+checkpoints = importlib.import_module("checkpoints")
+
 CODER = {
     "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "decoder_sparse_step": 1,
     "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048,
@@ -37,32 +44,16 @@ def gpt_oss(layers, experts):
     }  # fmt: skip
 
 
-def drafter(width, heads, groups, size, ffn, block, taps, target_layers, mask_id, vocab, **more):
-    """A drafter of eight layers, all of full attention."""
-    return {
-        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_hidden_layers": 8,
-        "hidden_size": width, "num_attention_heads": heads, "num_key_value_heads": groups, "head_dim": size,
-        "intermediate_size": ffn, "block_size": block, "num_target_layers": target_layers,
-        "dflash_config": {"mask_token_id": mask_id, "target_layer_ids": taps}, "rms_norm_eps": 1e-6,
-        "hidden_act": "silu", "vocab_size": vocab, "layer_types": ["full_attention"] * 8,
-        "torch_dtype": "bfloat16", **more,
-    }  # fmt: skip
+def drafter(name, **more):
+    """A drafter of weights/checkpoints.toml, with keys that it leaves out."""
+    return next(one for one in checkpoints.read() if one.draft == name).config() | more
 
 
-OSS = {"attention_bias": True, "rope_theta": 150000, "rope_scaling": YARN}
 PAIRS = {
-    "Qwen3-Coder-30B-A3B": (
-        CODER,
-        drafter(2048, 32, 4, 128, 6144, 16, [1, 12, 23, 34, 45], 48, 151669, 151936, rope_theta=1e7,
-                max_position_embeddings=262144),
-    ),
-    "gpt-oss-20b": (
-        gpt_oss(24, 32), drafter(2880, 64, 8, 64, 7680, 8, [1, 6, 11, 16, 21], 24, 200000, 201088, **OSS),
-    ),
-    "gpt-oss-120b": (
-        gpt_oss(36, 128), drafter(2880, 64, 8, 64, 7680, 10, [1, 9, 17, 25, 33], 36, 200000, 201088, **OSS),
-    ),
-}  # fmt: skip
+    "Qwen3-Coder-30B-A3B": (CODER, drafter("Qwen3-Coder-30B-A3B", vocab_size=151936)),
+    "gpt-oss-20b": (gpt_oss(24, 32), drafter("gpt-oss-20b", vocab_size=201088)),
+    "gpt-oss-120b": (gpt_oss(36, 128), drafter("gpt-oss-120b", vocab_size=201088)),
+}
 KINDS = ["sliding_attention"] * 5 + ["full_attention"]
 
 
@@ -104,7 +95,13 @@ def gemma4_drafter(width, heads, ffn, taps, target_layers):
     more = {"num_hidden_layers": 5, "layer_types": kinds, "sliding_window": 2048, "use_sliding_window": True,
             "rope_theta": 1e6, "max_position_embeddings": 262144,
             "final_logit_softcapping": 30.0}  # fmt: skip
-    return drafter(width, heads, 8, 128, ffn, 16, taps, target_layers, 4, 262144, **more)
+    return {
+        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "hidden_size": width,
+        "num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": ffn,
+        "block_size": 16, "num_target_layers": target_layers,
+        "dflash_config": {"mask_token_id": 4, "target_layer_ids": taps}, "rms_norm_eps": 1e-6,
+        "hidden_act": "silu", "vocab_size": 262144, "torch_dtype": "bfloat16", **more,
+    }  # fmt: skip
 
 
 PAIRS |= {

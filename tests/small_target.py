@@ -76,6 +76,8 @@ def small_gguf(path):
         writer.add_uint32("llama." + key, number)
     writer.add_float32("llama.rope.freq_base", 1e4)
     writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
+    writer.add_string("tokenizer.ggml.model", "gpt2")
+    writer.add_string("tokenizer.ggml.pre", "smollm")
     writer.add_array("tokenizer.ggml.tokens", ["<s>", "</s>", "a", "b", "ab"])
     writer.add_array("tokenizer.ggml.token_type", [3, 3, 1, 1, 1])
     writer.add_array("tokenizer.ggml.merges", ["a b"])

@@ -165,17 +165,18 @@ def test_contents_are_summed_while_they_are_read(small, where, monkeypatch):
     assert error.value.code == 2 and f"delete {folder}" in error.value.hint
 
 
-def test_load_refuses_damaged_contents(small, monkeypatch):
+@pytest.mark.parametrize("weights, name", [("bf16", SINGLE), ("file", default.GGUF_FILE)])
+def test_load_refuses_damaged_contents(small, monkeypatch, weights, name):
     """Through the library's door, on a backend that reads every tensor."""
     import minidflash as md
 
     monkeypatch.setattr(manifest, "SMALL", 1 << 16)
     folder = default.default_target()
-    engine = md.load(drafter=None, backend="oracle", warm=False)
+    engine = md.load(drafter=None, backend="oracle", warm=False, weights=weights)
     assert engine.target.config.width == 64
-    keep_time(rewrite(SINGLE, flip))(folder)
+    keep_time(rewrite(name, flip))(folder)
     with pytest.raises(UserError, match="damaged"):
-        md.load(drafter=None, backend="oracle", warm=False)
+        md.load(drafter=None, backend="oracle", warm=False, weights=weights)
 
 
 def test_the_sum_sees_every_piece():

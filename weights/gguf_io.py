@@ -1,4 +1,4 @@
-"""GGUF reader for the default target: metadata, and tensors of F32, F16, BF16, Q8_0 and Q4_1 widened to f32.
+"""GGUF reader: metadata, and tensors of plain numbers and of the kinds of blocks in kernels/blocks.py.
 
 Layout: magic, version, counts; key-value pairs; tensor infos (dimensions innermost first); aligned data.
 """
@@ -12,6 +12,7 @@ from pathlib import Path
 from reprlib import repr as short
 
 import numpy as np
+from minidflash.kernels.blocks import KINDS, widened
 from minidflash.weights.safetensors_io import regular_size
 
 from minidflash.errors import UserError
@@ -32,62 +33,71 @@ SCALARS = {
 STRING, ARRAY = 8, 9
 MAX_VALUES = 4_000_000  # the largest vocabulary known, Gemma's, takes 1,301,338
 MAX_DIMENSIONS = 4  # ggml's own bound
-# ggml's number -> name, values a block, bytes a block
-KINDS = {
-    0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2), 8: ("Q8_0", 32, 34), 3: ("Q4_1", 32, 20),
-    26: ("I32", 1, 4), 27: ("I64", 1, 8),
+# ggml's number -> its name for a type; what is not a plain type and not one of blocks.py is refused
+TYPES = {
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K",
+    11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS",
+    19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32",
+    27: "I64", 28: "F64", 29: "IQ1_M", 30: "BF16", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
 }  # fmt: skip
-PLAIN = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I32": "<i4", "I64": "<i8"}
+PLAIN = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2"),
+         "I32": np.dtype("<i4"), "I64": np.dtype("<i8")}  # fmt: skip
+READ = [*PLAIN, *(name.upper() for name in KINDS)]
 
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """One tensor. shape: (out, in), outermost first. kind: of KINDS.
+    """One tensor, mapped. shape: (out, in), outermost first. dtype: one of READ.
 
-    dtype, array and drop() as a Tensor of safetensors_io has them: what is in blocks is widened to F32.
+    interleaved: heads whose rows are in pairs (2j, 2j + 1) for rotation; `array` has them (j, j + K/2).
     """
 
     name: str
-    kind: str
+    dtype: str
     shape: tuple[int, ...]
     start: int
     nbytes: int
     map: mmap.mmap = field(repr=False)
+    interleaved: int = 0
 
     @property
-    def dtype(self):
-        return self.kind if self.kind in PLAIN else "F32"
+    def kind(self):
+        """Of blocks.py, or None: plain numbers."""
+        return KINDS.get(self.dtype.lower())
 
     @property
     def array(self):
-        if self.kind not in PLAIN:
-            return self.widened()
+        """As stored: numbers (bf16 as its bits) of this shape, or blocks (rows, cols / values). Views where
+        rows stay where they are."""
         raw = np.frombuffer(self.map, np.uint8, self.nbytes, self.start)
-        return raw.view(PLAIN[self.kind]).reshape(self.shape)
-
-    def drop(self):
-        """Nothing: pages stay."""
+        found = raw.view(self.kind.block).reshape(*self.shape[:-1], -1) if self.kind else raw.view(
+            PLAIN[self.dtype]
+        ).reshape(self.shape)  # fmt: skip
+        return half_split(found, self.interleaved) if self.interleaved else found
 
     def widened(self):
-        """f32 [shape], a copy. Q8_0: d * q. Q4_1: d * q + m, low nibbles are the first half of the 32."""
-        raw = np.frombuffer(self.map, np.uint8, self.nbytes, self.start)
-        if self.kind in ("F32", "F16"):
-            flat = raw.view("<f4" if self.kind == "F32" else "<f2").astype(np.float32)
-        elif self.kind == "BF16":
-            flat = (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
-        elif self.kind == "Q8_0":
-            blocks = raw.reshape(-1, 34)
-            flat = _halves(blocks, 0) * blocks[:, 2:].view(np.int8).astype(np.float32)
-        else:
-            blocks = raw.reshape(-1, 20)
-            nibbles = np.concatenate([blocks[:, 4:] & 15, blocks[:, 4:] >> 4], axis=1)
-            flat = _halves(blocks, 0) * nibbles.astype(np.float32) + _halves(blocks, 2)
-        return flat.reshape(self.shape)
+        """f32 [shape], a copy."""
+        found = self.array
+        if self.kind:
+            return widened(self.kind, found.reshape(-1, found.shape[-1])).reshape(self.shape)
+        if self.dtype == "BF16":
+            return (found.astype(np.uint32) << 16).view(np.float32)
+        return found.astype(np.float32)
+
+    def drop(self):
+        """As of a Tensor of safetensors_io.py."""
+        first = self.start - self.start % mmap.PAGESIZE
+        if self.nbytes and hasattr(self.map, "madvise"):
+            self.map.madvise(mmap.MADV_DONTNEED, first, self.start + self.nbytes - first)
 
 
-def _halves(blocks, at):
-    """The f16 at byte `at` of every block, as f32 [blocks, 1]."""
-    return blocks[:, at : at + 2].copy().view("<f2").astype(np.float32)
+def half_split(rows, heads):
+    """q or k rows from GGUF's interleaved rotary order, pairs (2j, 2j+1), to half-split, pairs (j, j + K/2).
+
+    rows: (H*K, ...), numbers or blocks. Returns the same shape. Source: golden README, models.md 0.
+    """
+    parts = rows.reshape(heads, len(rows) // heads // 2, 2, *rows.shape[1:])
+    return parts.swapaxes(1, 2).reshape(rows.shape)
 
 
 class _Cursor:
@@ -167,10 +177,12 @@ def read_gguf(path):
     data = -(-cursor.at // align) * align
     tensors = {}
     for name, shape, number, offset in infos:
-        if number not in KINDS:
-            kinds = ", ".join(kind for kind, _, _ in KINDS.values())
-            raise UserError(f"{path}: tensor {name} has ggml type {number}, need one of {kinds}")
-        kind, values, size = KINDS[number]
+        kind = TYPES.get(number, f"of ggml type {number}")
+        if kind not in READ:
+            hint = "take a file of Q8_0, Q4_0 or Q4_1, or a bf16 checkpoint"
+            raise UserError(f"{path}: tensor {name} is {kind}, need one of {', '.join(READ)}", hint)
+        block = KINDS.get(kind.lower())
+        values, size = (block.values, block.block.itemsize) if block else (1, PLAIN[kind].itemsize)
         if shape[-1] % values:
             raise UserError(f"{path}: tensor {name} {list(shape)} is not whole {kind} blocks of {values}")
         nbytes = math.prod(shape) // values * size

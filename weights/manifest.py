@@ -25,13 +25,15 @@ PIECE = 1 << 17  # words of 8 bytes that give one sum
 
 def describe(folder, weights):
     """Write the manifest of a folder just made, and take its files from everybody else.
-    weights: the name to be summed."""
+    weights: names to be summed."""
     for path in folder.iterdir():
         path.chmod(0o644)
     files = {path.name: _entry(path) for path in sorted(folder.iterdir())}
-    with (folder / weights).open("rb") as file:
-        total = content_sum(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-    _write(folder, {"files": files, "sum": total})
+    sums = {}
+    for name in weights:
+        with (folder / name).open("rb") as file:
+            sums[name] = content_sum(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    _write(folder, {"files": files, "sums": sums})
 
 
 def _entry(path):
@@ -122,7 +124,8 @@ def start_check(checkpoint):
 
     Returns a function that waits for the sum. Its errors: UserError where the file is not what was written.
     """
-    wanted = json.loads((checkpoint.folder / MANIFEST).read_bytes()).get("sum")
+    path = checkpoint.files[0][0]
+    wanted = json.loads((checkpoint.folder / MANIFEST).read_bytes()).get("sums", {}).get(path.name)
     mapped = next(iter(checkpoint.tensors.values())).map
     found = []
     thread = threading.Thread(target=lambda: found.append(content_sum(mapped)), daemon=True)
@@ -133,7 +136,6 @@ def start_check(checkpoint):
         if hasattr(mapped, "madvise"):  # the pages that the thread touched last
             mapped.madvise(mmap.MADV_DONTNEED)
         if found != [wanted]:
-            path = checkpoint.files[0][0]
             hint = f"delete {checkpoint.folder}: it is made anew by the next run"
             raise UserError(f"{path} is damaged: its contents are not what was written", hint)
 

@@ -8,7 +8,9 @@ import re
 from dataclasses import dataclass
 
 import numpy as np
+from minidflash.kernels.blocks import KINDS
 from minidflash.kernels.weight import (
+    BITS,
     MATRIX,
     PAIRS,
     TABLE,
@@ -19,7 +21,8 @@ from minidflash.weights.transforms import TRANSFORMS
 
 from minidflash.errors import UserError
 
-WEIGHT_DTYPES = ("BF16", "F32", "F16")  # F16 widens to f32, exactly
+PLAIN_DTYPES = ("BF16", "F32", "F16")  # F16 widens to f32, exactly
+WEIGHT_DTYPES = (*PLAIN_DTYPES, *(name.upper() for name in KINDS))
 ID_DTYPES = ("I64", "I32", "BOOL")
 # Buffers that old exports carry and that follow from the config; parts of a multimodal model that read no
 # text.
@@ -49,7 +52,9 @@ class Named:
         """What the sources may be stored as."""
         if self.role == IDS:
             return ID_DTYPES
-        return ("U8",) if self.transform.startswith("blocks") else WEIGHT_DTYPES
+        if self.transform.startswith("blocks"):
+            return ("U8",)
+        return PLAIN_DTYPES if self.role == VECTOR else WEIGHT_DTYPES
 
     def bind(self, tensors):
         """Bound to the tensors of a checkpoint, or to what has their names, dtypes and shapes."""
@@ -70,12 +75,8 @@ class Bound:
     @property
     def dtype(self):
         """As it is kept: vectors in f32, matrices as stored; F16, and mixed dtypes, in f32."""
-        kinds = {part.dtype for part in self.parts}
-        return (
-            "f32"
-            if self.role == VECTOR
-            else {("BF16",): "bf16", ("MXFP4",): "mxfp4"}.get(tuple(kinds), "f32")
-        )
+        (kind, *others) = {part.dtype.lower() for part in self.parts}
+        return kind if kind in BITS and not others and self.role != VECTOR else "f32"
 
     @property
     def nbytes(self):
@@ -197,7 +198,8 @@ def bind(table, tensors, label, skipped=None):
     missing = [name for name in wanted if name not in tensors]
     if missing:
         hint = f"{len(missing)} tensors are missing in all" if len(missing) > 1 else None
-        raise UserError(f"{label} tensor {missing[0]} is missing: the files hold {len(tensors)}", hint=hint)
+        name = tensors.spelled(missing[0]) if hasattr(tensors, "spelled") else missing[0]
+        raise UserError(f"{label} tensor {name} is missing: the files hold {len(tensors)}", hint=hint)
     extra = [name for name in tensors if name not in wanted and not (skipped and skipped.fullmatch(name))]
     if extra:
         hint = "config.json has attention_bias false" if extra[0].endswith("_proj.bias") else None
@@ -209,7 +211,7 @@ def bind(table, tensors, label, skipped=None):
         tensor = tensors[name]
         if tensor.shape != shape:
             raise UserError(
-                f"{label} tensor {name} is {list(tensor.shape)}, config.json makes it {list(shape)}"
+                f"{label} tensor {tensor.name} is {list(tensor.shape)}, config.json makes it {list(shape)}"
             )
         _check_dtype(tensor, label, dtypes)
     for ours, named in table.items():

@@ -12,14 +12,17 @@ import numpy as np
 
 from minidflash.errors import UserError
 
+from ..blocks import KINDS
 from ..fork import started
 from ..host import HostBackend, aligned_zeros, widen
 from ..table import ROWS
 from ..weight import EXPERT_PAIRS, TILE, Weight
-from . import sample, tiles
+from . import sample
 from .attend import CHUNK
 from .experts import SCRATCH
 from .experts import pack as pack_experts
+from .lanes import PACKED
+from .packing import pack, pack_blocks
 
 _LOCK = threading.Lock()
 _FILES = {
@@ -76,7 +79,7 @@ class NumbaBackend(HostBackend):
         self.threads = threads or count
         self.none_f, self.none_i = np.zeros(0, np.float32), np.zeros(0, np.int32)
         self.none_pairs = np.zeros((0, 2), np.float32)
-        self.none_f2, self.none_b = np.zeros((0, 0), np.float32), np.zeros((0, 0, 0, 0), np.uint8)
+        self.none_f2 = np.zeros((0, 0), np.float32)
         self.none_a = np.zeros((0, 0), self.array(0, "A").dtype)
         self.ones = np.ones(CHUNK, np.float32)
         for name in ROWS:
@@ -102,8 +105,11 @@ class NumbaBackend(HostBackend):
         """
         if experts:
             return self._expert_weight(parts, role == EXPERT_PAIRS, experts)
-        arrays = [widen(p).reshape(len(p.array), -1) for p in parts]
-        rows, cols = sum(len(a) for a in arrays), arrays[0].shape[1]
+        cols, kinds = parts[0].shape[1], tuple({part.dtype.lower() for part in parts})
+        if kinds[0] in KINDS and len(kinds) == 1:
+            return self._block_weight(parts, KINDS[kinds[0]], cols)
+        arrays = [widen(p).reshape(p.shape[0], -1) for p in parts]
+        rows = sum(len(a) for a in arrays)
         dtype = np.uint16 if all(a.dtype == np.uint16 for a in arrays) else np.float32
         data = aligned_zeros((-(-rows // TILE), cols, TILE), dtype)
         if any(len(a) % TILE for a in arrays[:-1]) or len({a.dtype for a in arrays}) > 1:
@@ -111,32 +117,44 @@ class NumbaBackend(HostBackend):
         first = 0
         with _LOCK:
             for a in arrays:
-                tiles.pack(a, data[first // TILE : -(-(first + len(a)) // TILE)])
+                pack(a, data[first // TILE : -(-(first + len(a)) // TILE)])
                 first += len(a)
         for part in parts:
             part.drop()
         return Weight((rows, cols), "bf16" if dtype == np.uint16 else "f32", "packed", (data,))
+
+    def _block_weight(self, parts, kind, cols):
+        """Records (rows/16, blocks), in as many bits as the file has."""
+        rows, first = sum(part.shape[0] for part in parts), 0
+        data = aligned_zeros((-(-rows // TILE), cols // kind.values), PACKED[kind.name])
+        with _LOCK:
+            for part in parts:
+                pack_blocks(kind, part.array, first, data)
+                first += part.shape[0]
+                part.drop()
+        return Weight((rows, cols), kind.name, "packed", (data,))
 
     def _expert_weight(self, parts, is_paired, experts):
         """As experts.py has it, one part after the other: some are computed when they are asked for."""
         rows, cols = sum(part.shape[0] for part in parts) // experts, parts[0].shape[1]
         tiles = 2 * -(-(rows // 2) // TILE) if is_paired else -(-rows // TILE)
         kind = {("MXFP4",): "mxfp4", ("BF16",): "bf16"}.get(tuple({part.dtype for part in parts}), "f32")
-        kept = {"mxfp4": [(cols // 8, np.uint32), (cols // 32, np.uint8)], "bf16": [(cols, np.uint16)]}
-        data = [
-            aligned_zeros((experts, tiles, count, TILE), dtype)
-            for count, dtype in kept.get(kind, [(cols, np.float32)])
-        ]
+        if kind == "mxfp4":
+            data = aligned_zeros((experts, tiles, cols // 32), PACKED[kind])
+            places = data["words"], data["scales"][..., None, :]
+        else:
+            data = aligned_zeros((experts, tiles, cols, TILE), {"bf16": np.uint16, "f32": np.float32}[kind])
+            places = (data[..., None, :],)
         at = 0
         with _LOCK:
             for part in parts:
                 arrays = (_words(part.array), part.scales) if kind == "mxfp4" else (widen(part),)
-                for array, out in zip(arrays, data, strict=True):
+                for array, out in zip(arrays, places, strict=True):
                     pack_experts(_as(array, out.dtype), at, rows, is_paired, out)
                 at += part.shape[0]
         for part in parts:
             part.drop()
-        return Weight((experts, rows, cols), kind, "packed pairs" if is_paired else "packed", tuple(data))
+        return Weight((experts, rows, cols), kind, "packed pairs" if is_paired else "packed", (data,))
 
     def work_size(self, rows, cols, outputs):
         """Workspace elements (f32) for a kernel of `rows` token rows, `cols` inputs, `outputs` outputs."""

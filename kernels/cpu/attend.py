@@ -9,9 +9,10 @@ Moves: the cached K and V once a query head.
 import numba
 import numpy as np
 
+from .dot import make_tile_dot
 from .jit import jit
 from .scalar import F, exp, load, rounded
-from .vector import make_tile_dot, row_dot, row_max
+from .vector import row_dot, row_max
 
 CHUNK = 128
 _1x4, _1x1 = make_tile_dot(1, 4), make_tile_dot(1, 1)

@@ -1,18 +1,16 @@
 """What experts_up and experts_down share: token rows gathered by expert, and an expert's tiles times them.
 
-Weights are [E][tile][K][16], of MXFP4 words [E][tile][K/8][16] and scales [E][tile][K/32][16]. Pair i of the
+Weights are [E][tile][K][16], of MXFP4 records [E][tile][K/32] (lanes.py). Pair i of the
 groups is token i here: an expert's tokens are cut into blocks of 16, each laid out [K][n] for its n tokens,
 so that a tile is read once for a block, with the sums of tiles.py. Nothing else decides a row's bits.
 """
 
 import numba
 import numpy as np
-from numba import types
-from numba.extending import overload
 
 from .jit import jit
 from .scalar import load
-from .tiles import fp4_group, tile_group, tiles_per_group, tokens_per_block
+from .tiles import tile_group, tiles_per_group, tokens_per_block
 from .vector import LANES
 
 BLOCK, GROUP = 16, 4  # tokens, tiles
@@ -21,9 +19,10 @@ SCRATCH = BLOCK * GROUP * LANES  # f32 of a thread
 
 @jit(parallel=True)
 def pack(weight, at, rows, is_paired, out):
-    """Rows (n, K), stacked rows of all experts from `at` on, to out[expert][tile][k][lane], zeroed before.
+    """Rows (n, K), stacked rows of all experts from `at` on, to out[expert][tile][..., k][lane].
 
-    rows: of an expert. is_paired: its second half goes with its first, tile by tile: gate, up, gate, up...
+    out: (E, tiles, K / few, few, 16), whatever `few` is, zeroed before. rows: of an expert. is_paired: its
+    second half goes with its first, tile by tile: gate, up, gate, up...
     """
     half = rows // 2 if is_paired else rows
     for n in numba.prange(len(weight)):
@@ -32,8 +31,9 @@ def pack(weight, at, rows, is_paired, out):
         tile, lane = row % half // LANES, row % half % LANES
         if is_paired:
             tile = 2 * tile + row // half
+        few = out.shape[3]
         for k in range(weight.shape[1]):
-            out[expert, tile, k, lane] = weight[n, k]
+            out[expert, tile, k // few, k % few, lane] = weight[n, k]
 
 
 @jit
@@ -68,24 +68,8 @@ def lay_pairs(rows, divide, order, groups, work, threads):
                 _lay_share(rows, divide, order, groups, work, first, last)
 
 
-def group_of(w, scales, tile, count, cols, work, x_at, x_step, m, y_at, ld):
-    """tile_group of a weight of any type."""
-    raise NotImplementedError("only inside compiled code")
-
-
-@overload(group_of)
-def _group_of(w, scales, tile, count, cols, work, x_at, x_step, m, y_at, ld):
-    if w.dtype == types.uint32:
-        return lambda w, scales, tile, count, cols, work, x_at, x_step, m, y_at, ld: fp4_group(
-            w, scales, tile, count, cols, work, x_at, x_step, m, y_at, ld
-        )
-    return lambda w, scales, tile, count, cols, work, x_at, x_step, m, y_at, ld: tile_group(
-        w, tile, count, cols, work, x_at, x_step, m, y_at, ld
-    )
-
-
 @jit
-def multiply(w, scales, tile, count, cols, work, start, n, y_at):
+def multiply(w, tile, count, cols, work, start, n, y_at):
     """Tiles tile..tile+count-1 times the block of n pairs from `start` on, to work[y_at:]: [16][GROUP * 16].
 
     count: at most GROUP. tile: counted through all experts.
@@ -94,10 +78,5 @@ def multiply(w, scales, tile, count, cols, work, start, n, y_at):
     most = tiles_per_group(m)
     while done < count:
         these = most if done + most <= count else 1
-        group_of(w, scales, tile + done, these, cols, work, start * cols, n, m, y_at + done * LANES, ld)
+        tile_group(w, tile + done, these, cols, work, start * cols, n, m, y_at + done * LANES, ld)
         done += these
-
-
-def parts_of(backend, weight):
-    """(weights, scales) of a packed weight; none_b where it has no scales."""
-    return weight.parts if len(weight.parts) == 2 else (weight.data, backend.none_b)

@@ -7,20 +7,20 @@ touched experts' weights.
 import numba
 import numpy as np
 
-from .experts import BLOCK, GROUP, SCRATCH, lay_pairs, multiply, parts_of
+from .experts import BLOCK, GROUP, SCRATCH, lay_pairs, multiply
 from .jit import jit
 from .scalar import F, load, rounded
 from .vector import LANES
 
 
 @jit
-def _products(w, scales, order, first, e, tile, count, work, at, y_at, cols, width):
+def _products(w, order, first, e, tile, count, work, at, y_at, cols, width):
     """work[y_at + r * width + d] of all pairs r of expert e; outputs d of `count` tiles from `tile` on."""
     start, d = np.int64(first[e]), tile * LANES
     these = min(count * LANES, width - d)
     while start < first[e + 1]:
         n = min(BLOCK, first[e + 1] - start)
-        multiply(w, scales, e * w.shape[1] + tile, count, cols, work, start, n, at)
+        multiply(w, e * w.shape[1] + tile, count, cols, work, start, n, at)
         for i in range(n):
             y, to = at + i * GROUP * LANES, y_at + np.int64(order[start + i]) * width + d
             work[to : to + these] = work[y : y + these]
@@ -43,7 +43,7 @@ def _end_row(t, bias, expert, share, adds, row, work, y_at, width, first, last):
 
 
 @jit(parallel=True)
-def _run(h, w, scales, bias, expert, share, first, order, adds, tap_row, tap_at, x, taps, work, threads):
+def _run(h, w, bias, expert, share, first, order, adds, tap_row, tap_at, x, taps, work, threads):
     (rows, width), cols, used = x.shape, h.shape[2], h.shape[1]
     tiles, experts = w.shape[1], w.shape[0]
     lay_pairs(h.reshape(rows * used, cols), 1, order, first, work, threads)
@@ -55,7 +55,7 @@ def _run(h, w, scales, bias, expert, share, first, order, adds, tap_row, tap_at,
         while tile < last:
             count = min(GROUP, last - tile)
             for e in range(experts):
-                _products(w, scales, order, first, e, tile, count, work, at, y_at, cols, width)
+                _products(w, order, first, e, tile, count, work, at, y_at, cols, width)
             begin, end = tile * LANES, min((tile + count) * LANES, width)
             for t in range(rows):
                 if expert[t, 0] >= 0:
@@ -70,8 +70,6 @@ def _run(h, w, scales, bias, expert, share, first, order, adds, tap_row, tap_at,
 def experts_down(backend, h, w, bias, expert, share, first, order, adds, tap_row, tap_at, x, taps, work):
     if taps is None:
         tap_row = None
-    b, (weights, scales) = backend, parts_of(backend, w)
+    b = backend
     bias, tap_row, taps = b.f2(bias), b.i(tap_row), b.a2(taps)
-    _run(
-        h, weights, scales, bias, expert, share, first, order, adds, tap_row, tap_at, x, taps, work, b.threads
-    )
+    _run(h, w.data, bias, expert, share, first, order, adds, tap_row, tap_at, x, taps, work, b.threads)

@@ -4,7 +4,7 @@ import numba
 import numpy as np
 
 from ..table import CLAMPED, SILU
-from .experts import BLOCK, GROUP, SCRATCH, lay_pairs, multiply, parts_of
+from .experts import BLOCK, GROUP, SCRATCH, lay_pairs, multiply
 from .jit import jit
 from .scalar import F, exp, gelu_tanh, rounded, silu
 from .vector import LANES
@@ -27,13 +27,13 @@ def _activate(gate, up, act, limit, alpha, row):
 
 
 @jit
-def _piece(w, scales, bias, order, first, e, tile, count, act, limit, alpha, work, at, cols, h):
+def _piece(w, bias, order, first, e, tile, count, act, limit, alpha, work, at, cols, h):
     """Tiles tile..tile+count-1 of expert e, gate and up in turn, for all its pairs."""
     used, ffn = h.shape[1], h.shape[2]
     start = np.int64(first[e])
     while start < first[e + 1]:
         n = min(BLOCK, first[e + 1] - start)
-        multiply(w, scales, e * w.shape[1] + tile, count, cols, work, start, n, at)
+        multiply(w, e * w.shape[1] + tile, count, cols, work, start, n, at)
         for i in range(n):
             r = order[start + i]
             for j in range(0, count, 2):
@@ -48,7 +48,7 @@ def _piece(w, scales, bias, order, first, e, tile, count, act, limit, alpha, wor
 
 
 @jit(parallel=True)
-def _run(u, w, scales, bias, expert, first, order, act, limit, alpha, work, h, threads):
+def _run(u, w, bias, expert, first, order, act, limit, alpha, work, h, threads):
     used, cols = h.shape[1], u.shape[1]
     tiles, experts = w.shape[1], w.shape[0]
     pieces = (tiles + GROUP - 1) // GROUP
@@ -64,11 +64,11 @@ def _run(u, w, scales, bias, expert, first, order, act, limit, alpha, work, h, t
             while piece < pieces:
                 tile = piece * GROUP
                 count = min(GROUP, tiles - tile)
-                _piece(w, scales, bias, order, first, e, tile, count, act, limit, alpha, work, at, cols, h)
+                _piece(w, bias, order, first, e, tile, count, act, limit, alpha, work, at, cols, h)
                 piece += threads
             piece -= pieces
 
 
 def experts_up(backend, u, w, bias, expert, first, order, act, limit, alpha, work, h):
-    (weights, scales), bias, limit, alpha = parts_of(backend, w), backend.f2(bias), F(limit), F(alpha)
-    _run(u, weights, scales, bias, expert, first, order, act, limit, alpha, work, h, backend.threads)
+    bias, limit, alpha = backend.f2(bias), F(limit), F(alpha)
+    _run(u, w.data, bias, expert, first, order, act, limit, alpha, work, h, backend.threads)

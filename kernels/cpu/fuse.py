@@ -12,7 +12,7 @@ from .vector import row_dot
 def _run(taps, w, norm, eps, work, f, none_f, none_i, threads):
     rows = lay_tokens(taps, none_i, none_f, 0.0, work, threads)
     y_at, ld, width = rows * taps.shape[1], w.shape[0] * 16, f.shape[1]
-    matmul(w, rows, work, y_at, ld, threads)
+    matmul(w, rows, taps.shape[1], work, y_at, ld, threads)
     for t in range(f.shape[0]):
         at = y_at + t * ld
         r = F(1.0) / np.sqrt(row_dot(work, at, work, at, width) / F(width) + F(eps))

@@ -25,7 +25,7 @@ def _gate_row(t, act, h, work, y_at, ld):
 def _run(x, norm, eps, act, w, work, h, none_i, threads):
     rows = lay_tokens(x, none_i, norm, eps, work, threads)
     y_at, ld = rows * x.shape[1], w.shape[0] * 16
-    matmul(w, rows, work, y_at, ld, threads)
+    matmul(w, rows, x.shape[1], work, y_at, ld, threads)
     if x.shape[0] == 1:
         _gate_row(0, act, h, work, y_at, ld)
     else:

@@ -25,7 +25,7 @@ def _argmax(work, at, count):
 def _run_head(x, pick, norm, eps, w, limit, ids, work, threads):
     rows = lay_tokens(x, pick, norm, eps, work, threads)
     y_at, ld = rows * x.shape[1], w.shape[0] * 16
-    matmul(w, rows, work, y_at, ld, threads)
+    matmul(w, rows, x.shape[1], work, y_at, ld, threads)
     for i in numba.prange(len(pick)):
         ids[pick[i]] = _argmax(work, y_at + np.int64(i) * ld, limit)
 
@@ -39,7 +39,7 @@ def head(backend, x, pick, norm, eps, w, limit, ids, work):
 def _run_logits(x, norm, eps, w, multiplier, cap, work, logits, none_i, threads):
     rows = lay_tokens(x, none_i, norm, eps, work, threads)
     y_at, ld = rows * x.shape[1], w.shape[0] * 16
-    matmul(w, rows, work, y_at, ld, threads)
+    matmul(w, rows, x.shape[1], work, y_at, ld, threads)
     for t in numba.prange(x.shape[0]):
         for n in range(logits.shape[1]):
             logits[t, n] = soft_cap(work[y_at + np.int64(t) * ld + n], multiplier, cap)

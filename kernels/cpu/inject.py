@@ -13,7 +13,7 @@ def _run(f, wkv, kv_bias, k_norm, eps, tables, address, caches, work, none_f, no
     (cos, sin), (slot, pos, at), (cache_k, cache_v) = tables, address, caches
     rows = lay_tokens(f, none_i, none_f, 0.0, work, threads)
     y_at, ld = rows * f.shape[1], wkv.shape[0] * 16
-    matmul(wkv, rows, work, y_at, ld, threads)
+    matmul(wkv, rows, f.shape[1], work, y_at, ld, threads)
     layers, groups, size = cache_k.shape[0], cache_k.shape[2], cache_k.shape[4]
     for layer in numba.prange(layers):
         first = layer * 2 * groups * size

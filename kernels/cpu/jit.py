@@ -14,11 +14,13 @@ import numba
 import numpy as np
 from numba.core.caching import NullCache
 from numba.core.compiler import CompileResult
+from numba.core.registry import cpu_target
 from numba.core.serialize import dumps
 
 from .. import diskcache
 
 HERE = Path(__file__).resolve().parent
+TARGET = cpu_target.target_context.codegen().magic_tuple()  # triple, processor, features
 
 
 def _cache_folder():
@@ -46,7 +48,10 @@ class KernelCache(NullCache):
 
     def load_overload(self, signature, target):
         """The compiled kernel, or None: then it is compiled, and kept anew."""
+        from .dot import provide_for
+
         try:
+            provide_for(signature)
             target.refresh()  # Numba's own registrations, which rebuilding needs
             data = diskcache.load(self._path(signature, target.codegen()))
             return data and CompileResult._rebuild(target, *pickle.loads(data))

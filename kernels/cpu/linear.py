@@ -22,7 +22,7 @@ def _row(t, bias, work, y_at, ld, y):
 def _run(a, w, bias, work, y, none_f, none_i, threads):
     rows = lay_tokens(a, none_i, none_f, 0.0, work, threads)
     y_at, ld = rows * a.shape[1], w.shape[0] * 16
-    matmul(w, rows, work, y_at, ld, threads)
+    matmul(w, rows, a.shape[1], work, y_at, ld, threads)
     if a.shape[0] == 1:
         _row(0, bias, work, y_at, ld, y)
     else:

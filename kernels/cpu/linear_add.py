@@ -35,7 +35,7 @@ def _end_row(t, bias, norm, eps, scale, tap_row, tap_at, x, taps, work, y_at, ld
 def _run(a, w, bias, norm, eps, scale, tap_row, tap_at, x, taps, work, none_f, none_i, threads):
     rows = lay_tokens(a, none_i, none_f, 0.0, work, threads)
     y_at, ld = rows * a.shape[1], w.shape[0] * 16
-    matmul(w, rows, work, y_at, ld, threads)
+    matmul(w, rows, a.shape[1], work, y_at, ld, threads)
     if a.shape[0] == 1:
         for t in range(a.shape[0]):
             _end_row(t, bias, norm, eps, scale, tap_row, tap_at, x, taps, work, y_at, ld)

@@ -32,8 +32,8 @@ def _run(x, norm, eps, wq, wkv, kv_heads, biases, norms, tables, address, caches
     rows = lay_tokens(x, none_i, norm, eps, work, threads)
     y_at, kv_at = rows * x.shape[1], wq.shape[0] * 16
     ld = kv_at + wkv.shape[0] * 16
-    matmul(wq, rows, work, y_at, ld, threads)
-    matmul(wkv, rows, work, y_at + kv_at, ld, threads)
+    matmul(wq, rows, x.shape[1], work, y_at, ld, threads)
+    matmul(wkv, rows, x.shape[1], work, y_at + kv_at, ld, threads)
     if x.shape[0] == 1:
         _row(0, kv_heads, biases, norms, eps, tables, address, caches, q, work, y_at, ld, kv_at)
     else:

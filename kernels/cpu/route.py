@@ -99,7 +99,7 @@ def _run(
     _norm_rows(x, norm, eps, pos, u)
     rows = lay_tokens(u, none_i, none_f, 0.0, work, threads)
     y_at, ld = rows * x.shape[1], w.shape[0] * 16
-    matmul(w, rows, work, y_at, ld, threads)
+    matmul(w, rows, x.shape[1], work, y_at, ld, threads)
     if len(x) == 1:
         _route_row(0, bias, normalise, expert_scale, pos, work, y_at, count, expert, share)
     else:

@@ -310,7 +310,7 @@ def _run(x, pick, address, norm, eps, w, limit, curve, dice, ids, logprob, propo
     (slot, pos), (key, law) = address, dice
     rows = lay_tokens(x, pick, norm, eps, work, threads)
     y_at, ld = rows * x.shape[1], w.shape[0] * 16
-    matmul(w, rows, work, y_at, ld, threads)
+    matmul(w, rows, x.shape[1], work, y_at, ld, threads)
     for thread in numba.prange(threads):
         bins, listed, mass = _share(work, y_at + rows * ld, thread, (limit + 15) // 16 * 16, limit)
         for i in range(len(pick) * thread // threads, len(pick) * (thread + 1) // threads):
@@ -353,7 +353,7 @@ def _run_reject(
     key, law = dice
     rows = lay_tokens(x, none_i, norm, eps, work, threads)
     y_at, ld = rows * x.shape[1], w.shape[0] * 16
-    matmul(w, rows, work, y_at, ld, threads)
+    matmul(w, rows, x.shape[1], work, y_at, ld, threads)
     width = len(x) // len(key)
     for thread in numba.prange(threads):
         bins, listed, mass = _share(work, y_at + rows * ld, thread, (limit + 15) // 16 * 16, limit)

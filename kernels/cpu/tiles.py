@@ -9,29 +9,28 @@ depend on how many rows there are. Measured on 2 cores with AVX-512:
 
 import numba
 import numpy as np
+from numba import types
+from numba.extending import overload
 
+from .dot import IS_WIDE, SHAPES, make_tile_dot
 from .jit import jit
 from .scalar import F, load
-from .vector import FEATURES, LANES, make_fp4_dot, make_tile_dot, row_dot
+from .vector import row_dot
 
-_1x4, _1x1 = make_tile_dot(1, 4), make_tile_dot(1, 1)
-_4x4, _4x1 = make_tile_dot(4, 4), make_tile_dot(4, 1)
-_8x2, _8x1 = make_tile_dot(8, 2), make_tile_dot(8, 1)
-_16x1 = make_tile_dot(16, 1)
-_fp4_1x4, _fp4_1x1 = make_fp4_dot(1, 4), make_fp4_dot(1, 1)
-_fp4_4x4, _fp4_4x1 = make_fp4_dot(4, 4), make_fp4_dot(4, 1)
-_fp4_8x2, _fp4_8x1 = make_fp4_dot(8, 2), make_fp4_dot(8, 1)
-_fp4_16x1 = make_fp4_dot(16, 1)
+_DOTS = {shape: make_tile_dot(*shape) for shape in SHAPES}
+_1x4, _1x1, _4x1 = _DOTS[1, 4], _DOTS[1, 1], _DOTS[4, 1]
 
 
-@jit(parallel=True)
-def pack(weight, out):
-    """Plain (N, K) -> packed [N/16][K][16]; rows past N are zero. out is zeroed by the caller."""
-    rows, cols = weight.shape
-    for tile in numba.prange((rows + 15) // 16):
-        for lane in range(min(16, rows - tile * 16)):
-            for k in range(cols):
-                out[tile, k, lane] = weight[tile * 16 + lane, k]
+def tile_length(w):
+    """Elements of a packed weight from one tile to the next."""
+    raise NotImplementedError("only inside compiled code")
+
+
+@overload(tile_length, inline="always")
+def _tile_length(w):
+    if isinstance(w.dtype, types.Record):
+        return lambda w: w.shape[-1]
+    return lambda w: w.shape[-2] * 16
 
 
 @jit
@@ -43,7 +42,9 @@ def tokens_per_block(rows):
 @jit
 def tiles_per_group(m):
     """How many tiles a block of m tokens takes at once: their sums fill the registers."""
-    return 4 if m <= 4 else 2 if m == 8 else 1
+    if IS_WIDE:
+        return 4 if m <= 4 else 2 if m == 8 else 1
+    return 4 if m == 1 else 1
 
 
 @jit
@@ -104,65 +105,56 @@ def lay_tokens(x, pick, norm, eps, work, threads):
     return total
 
 
+if IS_WIDE:
+    _4x4, _8x2, _8x1, _16x1 = (_DOTS[shape] for shape in ((4, 4), (8, 2), (8, 1), (16, 1)))
+
+    @jit
+    def _some_rows(w, at, stride, count, cols, work, x_at, x_step, m, y_at, ld):
+        if m == 4:
+            if count == 4:
+                _4x4(w, at, stride, 16, work, x_at, x_step, cols, work, y_at, ld)
+            else:
+                _4x1(w, at, stride, 16, work, x_at, x_step, cols, work, y_at, ld)
+        elif m == 8:
+            if count == 2:
+                _8x2(w, at, stride, 16, work, x_at, x_step, cols, work, y_at, ld)
+            else:
+                _8x1(w, at, stride, 16, work, x_at, x_step, cols, work, y_at, ld)
+        else:
+            _16x1(w, at, stride, 16, work, x_at, x_step, cols, work, y_at, ld)
+else:
+
+    @jit
+    def _some_rows(w, at, stride, count, cols, work, x_at, x_step, m, y_at, ld):
+        for first in range(0, m, 4):
+            _4x1(w, at, stride, 16, work, x_at + first, x_step, cols, work, y_at + first * ld, ld)
+
+
 @jit
 def tile_group(w, tile, count, cols, work, x_at, x_step, m, y_at, ld):
     """One block of m tokens times `count` tiles from `tile` on: 1, or tiles_per_group.
 
     x_step: f32 from one k of the tokens to the next.
     """
-    at, stride = tile * cols * 16, cols * 16
-    if m == 1:
-        if count == 4:
-            _1x4(w, at, stride, 16, work, x_at, x_step, cols, work, y_at, ld)
-        else:
-            _1x1(w, at, stride, 16, work, x_at, x_step, cols, work, y_at, ld)
-    elif m == 4:
-        if count == 4:
-            _4x4(w, at, stride, 16, work, x_at, x_step, cols, work, y_at, ld)
-        else:
-            _4x1(w, at, stride, 16, work, x_at, x_step, cols, work, y_at, ld)
-    elif m == 8:
-        if count == 2:
-            _8x2(w, at, stride, 16, work, x_at, x_step, cols, work, y_at, ld)
-        else:
-            _8x1(w, at, stride, 16, work, x_at, x_step, cols, work, y_at, ld)
-    else:
-        _16x1(w, at, stride, 16, work, x_at, x_step, cols, work, y_at, ld)
-
-
-@jit
-def fp4_group(words, scales, tile, count, cols, work, x_at, x_step, m, y_at, ld):
-    """As tiles.tile_group."""
-    stride = cols // FEATURES * LANES
+    stride = tile_length(w)
     at = tile * stride
-    if m == 1:
-        if count == 4:
-            _fp4_1x4(words, scales, at, stride, work, x_at, x_step, cols, work, y_at, ld)
-        else:
-            _fp4_1x1(words, scales, at, stride, work, x_at, x_step, cols, work, y_at, ld)
-    elif m == 4:
-        if count == 4:
-            _fp4_4x4(words, scales, at, stride, work, x_at, x_step, cols, work, y_at, ld)
-        else:
-            _fp4_4x1(words, scales, at, stride, work, x_at, x_step, cols, work, y_at, ld)
-    elif m == 8:
-        if count == 2:
-            _fp4_8x2(words, scales, at, stride, work, x_at, x_step, cols, work, y_at, ld)
-        else:
-            _fp4_8x1(words, scales, at, stride, work, x_at, x_step, cols, work, y_at, ld)
+    if m > 1:
+        _some_rows(w, at, stride, count, cols, work, x_at, x_step, m, y_at, ld)
+    elif count == 4:
+        _1x4(w, at, stride, 16, work, x_at, x_step, cols, work, y_at, ld)
     else:
-        _fp4_16x1(words, scales, at, stride, work, x_at, x_step, cols, work, y_at, ld)
+        _1x1(w, at, stride, 16, work, x_at, x_step, cols, work, y_at, ld)
 
 
 @jit(parallel=True)
-def matmul(w, rows, work, y_at, ld, threads):
+def matmul(w, rows, cols, work, y_at, ld, threads):
     """work[y_at + t * ld + n] = sum_k w[n, k] * token t, for the `rows` token rows that lay_tokens put into
     work.
 
-    w: packed [N/16][K][16]. ld: f32 from one token's outputs to the next, at least N rounded up to 16.
+    w: packed. cols: K. ld: f32 from one token's outputs to the next, at least N rounded up to 16.
     threads: shares of the tiles, an argument because Numba does not cache what asks for it.
     """
-    tiles, cols = w.shape[0], w.shape[1]
+    tiles = w.shape[0]
     m = tokens_per_block(rows)
     group = tiles_per_group(m)
     for thread in numba.prange(threads):

@@ -1,8 +1,8 @@
 """Explicit 16-lane vectors for Numba, written as LLVM IR: what the auto-vectoriser may not reorder.
 
 An array argument goes in as (array, index of its first element); bf16 is uint16 bits and is widened on load.
-Sums use fused multiply-add in a fixed order that depends on the length alone,
-so a row's bits never depend on other rows.
+Sums use fused multiply-add in a fixed order that depends on the length alone, so a row's bits never depend
+on other rows. Products of matrices are dot.py's, what their weights are made of lanes.py's.
 """
 
 from llvmlite import ir
@@ -10,15 +10,12 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ..weight import E2M1
-
 LANES = 16
 F32, I16, I32, I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 VF, VI, VH = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES), ir.VectorType(I16, LANES)
 VB = ir.VectorType(ir.IntType(8), LANES)
 ZERO = ir.Constant(VF, [0.0] * LANES)
 NO_VECTOR = ir.Constant(VF, ir.Undefined)
-FEATURES = 8  # of MXFP4 in a word
 # Bytes of weights to ask for ahead. Measured on 2 cores, 16 rows, 57 MB of bf16: 263 GFLOP/s without, 305 at
 # 512, 355 at 1024, 419 at 2048, 470 at 4096, 473 at 8192; one row is not slower.
 PREFETCH = 4096
@@ -39,9 +36,8 @@ def _fma(builder, vector):
     )
 
 
-def _load(builder, kind, pointer, vector):
+def _load(builder, bf16, pointer, vector):
     """Load one value or 16 as f32, widening bf16 bits."""
-    bf16 = kind.dtype == types.uint16
     raw, wide, out = ((VH if bf16 else VF), VI, VF) if vector else ((I16 if bf16 else F32), I32, F32)
     value = builder.load(builder.bitcast(pointer, raw.as_pointer()), align=2 if bf16 else 4)
     if not bf16:
@@ -50,15 +46,15 @@ def _load(builder, kind, pointer, vector):
     return builder.bitcast(builder.shl(builder.zext(value, wide), shift), out)
 
 
-def _prefetch(builder, kind, pointer):
+def _prefetch(builder, pointer):
     """Ask for what the loop reads PREFETCH bytes later: at 16 rows it is too slow for the hardware to run
     ahead."""
     byte = ir.IntType(8).as_pointer()
     ask = cgutils.get_or_insert_function(
         builder.module, ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32]), "llvm.prefetch.p0"
     )
-    ahead = builder.gep(pointer, [_number(PREFETCH // (2 if kind.dtype == types.uint16 else 4))])
-    builder.call(ask, [builder.bitcast(ahead, byte), *(ir.Constant(I32, v) for v in (0, 3, 1))])
+    ahead = builder.gep(builder.bitcast(pointer, byte), [_number(PREFETCH)])
+    builder.call(ask, [ahead, *(ir.Constant(I32, v) for v in (0, 3, 1))])
 
 
 def _broadcast(builder, scalar):
@@ -105,151 +101,6 @@ def _loop(builder, count, step, carried, body):
     return k, phis
 
 
-def _store_sums(builder, sums, tiles, out, stride):
-    """out[m * stride + tile * 16 + lane] = the sums, token by token."""
-    for n, vector in enumerate(sums):
-        at = builder.add(builder.mul(stride, _number(n // tiles)), _number(n % tiles * LANES))
-        builder.store(vector, builder.bitcast(builder.gep(out, [at]), VF.as_pointer()), align=4)
-
-
-def make_tile_dot(tokens, tiles):
-    """out[m][tile][lane] = sum_k w[tile][k][lane] * x[k][m], k ascending, one fused multiply-add a term.
-
-    tokens, tiles: how many accumulators of 16 lanes live in registers. Arguments of what is returned:
-    (w, w_at, tile_stride, step, x, x_at, x_step, count, out, out_at, out_stride); steps: elements from one k
-    to the next. With an x_step below `tokens`, the last tokens are junk, and so is what comes out of them.
-    """
-
-    @intrinsic
-    def tile_dot(typingctx, w, w_at, tile_stride, step, x, x_at, x_step, count, out, out_at, out_stride):
-        n = types.intp
-
-        def codegen(context, builder, signature, args):
-            w, w_at, tile_stride, step, x, x_at, x_step, count, out, out_at, out_stride = args
-            w_kind, x_kind, out_kind = (signature.args[i] for i in (0, 4, 8))
-            w, x, out = (
-                _pointer(context, builder, kind, array, at)
-                for kind, array, at in ((w_kind, w, w_at), (x_kind, x, x_at), (out_kind, out, out_at))
-            )
-            fma = _fma(builder, True)
-
-            def body(k, sums):
-                row = builder.gep(w, [builder.mul(k, step)])
-                weights = []
-                for i in range(tiles):
-                    address = builder.gep(row, [builder.mul(tile_stride, _number(i))])
-                    _prefetch(builder, w_kind, address)
-                    weights.append(_load(builder, w_kind, address, True))
-                new = []
-                for m in range(tokens):
-                    at = builder.add(builder.mul(k, x_step), _number(m))
-                    token = _broadcast(builder, builder.load(builder.gep(x, [at])))
-                    for i in range(tiles):
-                        new.append(builder.call(fma, [weights[i], token, sums[m * tiles + i]]))
-                return new
-
-            _, sums = _loop(builder, count, 1, [ZERO] * (tokens * tiles), body)
-            _store_sums(builder, sums, tiles, out, out_stride)
-            return context.get_dummy_value()
-
-        return types.void(w, n, n, n, x, n, n, n, out, n, n), codegen
-
-    return tile_dot
-
-
-def _each(value):
-    return ir.Constant(VI, [value] * LANES)
-
-
-def _look_up(builder, table, indices):
-    """table[indices] lane by lane, in a form that LLVM makes one permutation of."""
-    table, found = ir.Constant(ir.VectorType(F32, len(table)), [float(v) for v in table]), NO_VECTOR
-    for i in range(LANES):
-        lane = ir.Constant(I32, i)
-        value = builder.extract_element(table, builder.extract_element(indices, lane))
-        found = builder.insert_element(found, value, lane)
-    return found
-
-
-def _nibble(builder, words, feature, is_wide):
-    """The e2m1 values of one feature of 16 rows. is_wide: 16 f32 are permuted by one instruction, else 8."""
-    shifted = builder.lshr(words, _each(4 * feature))
-    if is_wide:
-        return _look_up(builder, E2M1, builder.and_(shifted, _each(15)))
-    size = builder.bitcast(_look_up(builder, E2M1[:8], builder.and_(shifted, _each(7))), VI)
-    sign = builder.shl(builder.and_(shifted, _each(8)), _each(28))
-    return builder.bitcast(builder.or_(size, sign), VF)
-
-
-def _scale(builder, pointer):
-    """2^(s - 127) of 16 bytes: s is the exponent's field; 2^-127 is half of the smallest normal number."""
-    scales = builder.load(builder.bitcast(pointer, VB.as_pointer()), align=1)
-    bits = builder.shl(builder.zext(scales, VI), _each(23))
-    smallest = _each(1 << 22)
-    return builder.bitcast(builder.select(builder.icmp_unsigned("<", bits, smallest), smallest, bits), VF)
-
-
-def make_fp4_dot(tokens, tiles):
-    """As make_tile_dot, of MXFP4 that becomes f32 in registers: sums of the same bits.
-
-    words: u32 [tile][K/8][16], a lane's word holds 8 features, the first in its lowest bits. scales: u8
-    [tile][K/32][16]. Arguments of what is returned: (words, scales, w_at, tile_stride, x, x_at, x_step,
-    count, out, out_at, out_stride); w_at, tile_stride: in words; count: a multiple of 32.
-    """
-
-    @intrinsic
-    def fp4_dot(typingctx, words, scales, w_at, tile_stride, x, x_at, x_step, count, out, out_at, out_stride):
-        n = types.intp
-
-        def codegen(context, builder, signature, args):
-            words, scales, w_at, tile_stride, x, x_at, x_step, count, out, out_at, out_stride = args
-            w_kind, s_kind, x_kind, out_kind = (signature.args[i] for i in (0, 1, 4, 8))
-            is_wide = "+avx512f" in context.codegen().magic_tuple()[2]
-            quarter = _number(4)  # a scale for 4 words
-            words, scales, x, out = (
-                _pointer(context, builder, kind, array, at)
-                for kind, array, at in (
-                    (w_kind, words, w_at), (s_kind, scales, builder.sdiv(w_at, quarter)),
-                    (x_kind, x, x_at), (out_kind, out, out_at),
-                )
-            )  # fmt: skip
-            fma, s_stride = _fma(builder, True), builder.sdiv(tile_stride, quarter)
-
-            def body(q, sums):
-                given, scale = [], []
-                for i in range(tiles):
-                    at = builder.add(builder.mul(q, _number(LANES)), builder.mul(tile_stride, _number(i)))
-                    address = builder.gep(words, [at])
-                    _prefetch(builder, w_kind, address)
-                    given.append(builder.load(builder.bitcast(address, VI.as_pointer()), align=4))
-                    at = builder.mul(builder.sdiv(q, quarter), _number(LANES))
-                    at = builder.add(at, builder.mul(s_stride, _number(i)))
-                    scale.append(_scale(builder, builder.gep(scales, [at])))
-                sums = list(sums)
-                for j in range(FEATURES):
-                    weights = [
-                        builder.fmul(_nibble(builder, word, j, is_wide), by)
-                        for word, by in zip(given, scale, strict=True)
-                    ]
-                    row = builder.mul(builder.add(builder.mul(q, _number(FEATURES)), _number(j)), x_step)
-                    for m in range(tokens):
-                        value = builder.load(builder.gep(x, [builder.add(row, _number(m))]))
-                        token = _broadcast(builder, value)
-                        for i in range(tiles):
-                            at = m * tiles + i
-                            sums[at] = builder.call(fma, [weights[i], token, sums[at]])
-                return sums
-
-            groups = builder.sdiv(count, _number(FEATURES))
-            _, sums = _loop(builder, groups, 1, [ZERO] * (tokens * tiles), body)
-            _store_sums(builder, sums, tiles, out, out_stride)
-            return context.get_dummy_value()
-
-        return types.void(words, scales, n, n, x, n, n, n, out, n, n), codegen
-
-    return fp4_dot
-
-
 @intrinsic
 def row_dot(typingctx, a, a_at, b, b_at, count):
     """sum_i a[i] * b[i] over count elements: 16 lane sums, folded by halves, then the tail in order."""
@@ -261,7 +112,8 @@ def row_dot(typingctx, a, a_at, b, b_at, count):
 
         def both(k, vector):
             return [
-                _load(builder, kind, builder.gep(p, [k]), vector) for kind, p in ((a_kind, a), (b_kind, b))
+                _load(builder, kind.dtype == types.uint16, builder.gep(p, [k]), vector)
+                for kind, p in ((a_kind, a), (b_kind, b))
             ]
 
         done, (lanes,) = _loop(
@@ -293,7 +145,7 @@ def row_max(typingctx, a, a_at, count):
     def codegen(context, builder, signature, args):
         a, a_at, count = args
         kind = signature.args[0]
-        a = _pointer(context, builder, kind, a, a_at)
+        a, bf16 = _pointer(context, builder, kind, a, a_at), kind.dtype == types.uint16
 
         def larger(x, y):
             return builder.select(builder.fcmp_ordered(">", x, y), x, y)
@@ -304,7 +156,7 @@ def row_max(typingctx, a, a_at, count):
             count,
             LANES,
             [low],
-            lambda k, s: [larger(_load(builder, kind, builder.gep(a, [k]), True), s[0])],
+            lambda k, s: [larger(_load(builder, bf16, builder.gep(a, [k]), True), s[0])],
         )
         best = _fold(builder, lanes, larger)
         _, (best,) = _loop(
@@ -312,7 +164,7 @@ def row_max(typingctx, a, a_at, count):
             builder.sub(count, done),
             1,
             [best],
-            lambda k, s: [larger(_load(builder, kind, builder.gep(a, [builder.add(done, k)]), False), s[0])],
+            lambda k, s: [larger(_load(builder, bf16, builder.gep(a, [builder.add(done, k)]), False), s[0])],
         )
         return best
 

@@ -25,7 +25,9 @@ IN_FLIGHT = 50000  # bytes of weights a multiprocessor that should be under way 
 LARGE_SCALE = 129  # of MXFP4: 4; the multiplication of experts_units.cuh then takes two steps
 ORDER_ROOM = 512  # as in experts.cuh
 MOST_EXPERTS, MOST_LISTED = 1024, 256  # of a layer; runs of a block
-MERGED_ROWS = 32  # above, another kernel adds up the rows
+STRETCHED_ROWS = 32  # up to which a block takes one stretch of all pieces
+MERGED_ROWS = 4  # above, another kernel adds up the rows: fences beside the stream cost more
+NARROW_ROWS = {"mxfp4": 16}  # up to which runs have 8 rows, since hardly any expert has more
 STRIP = 20  # tiles, about, that the runs of an expert go over side by side in a prompt
 ROUTE_WARPS, ROUTE_ROWS, ROUTE_BLOCKS = 16, 32, 8  # of a block; of a cluster, and its blocks at most
 
@@ -105,7 +107,7 @@ def registers_of(warps):
 def frame(cut, cols, kind, experts, rows):
     """The Frame for so many token rows: of those that shared memory holds the first that covers them, or the
     widest."""
-    found = None
+    found, rows = None, 8 if rows <= NARROW_ROWS.get(kind, 0) else rows
     for tiles in TOKEN_TILES:
         fitting = frames(cut, cols, kind, experts, tiles)
         suiting = [shape for shape in fitting if suits(shape, cols, kind)]
@@ -153,7 +155,7 @@ def dealt(sms, tiles, experts, rows, used, most_rows):
     stretch.
     """
     runs = min(experts, rows * used) + rows * used // most_rows
-    if rows <= MERGED_ROWS:
+    if rows <= STRETCHED_ROWS:
         choices = [(tiles, 0, -(-runs // sms) + 2)]
     else:
         sizes = [size for size in range(1, tiles + 1) if tiles % size == 0]
@@ -295,9 +297,7 @@ def experts_down(backend, h, w, bias, expert, share, first, order, adds, tap_row
             products, rows, used, w.shape[0], w.rows, w.cols, *how, tap_at, tap_cols,
         ]  # fmt: skip
 
-    defines = _launch(
-        backend, "experts_down", w, rows, used, tiles, args, cut, more=adds_define(adds)
-    )
+    defines = _launch(backend, "experts_down", w, rows, used, tiles, args, cut, more=adds_define(adds))
     if defines is None:
         return None
     if not is_merged:

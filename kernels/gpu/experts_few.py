@@ -13,8 +13,8 @@ MOST_ROUTED = 2  # rows, as in route_few.cu
 MOST_PAIRS, MOST_TURNS = 8, 16  # as in experts_few.cuh; row tiles of a cluster of experts_down_few
 STATIC = 1024  # shared bytes that the kernels declare themselves, at most, with what a block costs beside
 # Dynamic shared bytes of a block. Two of experts_up_few do not fit a multiprocessor: the scheduler would put
-# them there while another is busy. One of experts_down_few fits beside one of those, so that its weights are on
-# their way meanwhile.
+# them there while another is busy. One of experts_down_few fits beside one of those: its weights are on their
+# way meanwhile.
 LEAST_UP, MOST_UP = SHARED_PER_SM // 2, SHARED_PER_SM // 2 + 6 * 1024
 MOST_DOWN = SHARED_PER_SM - MOST_UP - 2 * (1024 + STATIC)
 MOST_SLOT, MOST_SLOTS = 32768, 16  # bytes of a slot; of a ring
@@ -99,13 +99,18 @@ def experts_up(backend, u, w, bias, expert, first, order, act, limit, alpha, wor
     return _launch(backend, "experts_up_few", w, few, args, backend.sms, act)
 
 
+def own_bytes(outputs, clusters):
+    """Shared memory in which the products of a cluster's row tiles meet, or None: they are too many."""
+    turns = -(-outputs // (experts.TILE * max(clusters, 1)))
+    return 4 * experts.TILE * MOST_PAIRS * turns if turns <= MOST_TURNS else None
+
+
 def experts_down(backend, h, w, bias, expert, share, first, order, adds, tap_row, tap_at, x, taps, work):
     (rows, used, _), tap_cols = h.shape, 0 if taps is None else taps.shape[1]
     clusters, few = backend.sms // 2, None
-    tiles = -(-w.rows // experts.TILE)
-    turns = -(-tiles // max(clusters, 1))
-    if w.layout == "packed" and rows * used <= MOST_PAIRS and turns <= MOST_TURNS:
-        few = choose(w.cols, w.dtype, "experts_down", rows * used, turns * MOST_PAIRS * experts.TILE * 4)
+    own = own_bytes(w.rows, clusters)
+    if w.layout == "packed" and rows * used <= MOST_PAIRS and own:
+        few = choose(w.cols, w.dtype, "experts_down", rows * used, own)
     if few is None:
         return experts.experts_down(
             backend, h, w, bias, expert, share, first, order, adds, tap_row, tap_at, x, taps, work

@@ -100,20 +100,19 @@ def launch(
     """
     for here, count in cut.passes(cols, rows, is_normed):
         token_tiles = cut.token_tiles(count)
-        own = cut.at(token_tiles)
-        grid, shared = own.grid(tiles, backend.sms), own.shared(cols, token_tiles, is_normed)
-        every_define = defines_of(own, token_tiles) | (defines or {})
+        grid, shared = cut.grid(tiles, backend.sms), cut.shared(cols, token_tiles, is_normed)
+        every_define = defines_of(cut, token_tiles) | (defines or {})
         if together:  # fewer blocks have the same bits
             function = backend.device.function(file, kernel, every_define)
-            most = backend.device.holds(function, own.threads, shared, own.cluster_blocks)
+            most = backend.device.holds(function, cut.threads, shared, cut.cluster_blocks)
             grid = min(grid, most // cut.slices * cut.slices)
             if not grid:
                 raise RuntimeError(
                     f"{kernel}: the card holds {most} blocks, {cut.slices} wait for each other"
                 )
         backend.launch(
-            file, kernel, grid, own.threads, shared, args(here, count), every_define,
-            cluster=own.cluster_blocks, dependent=backend.dependent,
+            file, kernel, grid, cut.threads, shared, args(here, count), every_define,
+            cluster=cut.cluster_blocks, dependent=backend.dependent,
         )  # fmt: skip
     return True
 

@@ -6,7 +6,7 @@ number of token rows: plain and verify rounds would rank near-ties differently.
 """
 
 import csv
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cache
 from importlib import resources
 
@@ -26,10 +26,7 @@ class Split:
     finishers: warps that end tiles. cluster: the slices of a tile are one cluster and meet in shared memory.
     early: the next kernel's blocks may take their place at once, beside these. asked: chunks of a warp that
     are asked for in L2 before the kernel ahead has ended, behind those on their way to registers.
-    half: at most half of a multiprocessor's registers, for the next kernel's blocks, and more than half of its
-    shared memory: the scheduler would put two blocks where one should be while others are busy. narrow:
-    (chunks, ahead, finishers, asked) of a pass of up to 8 rows, which is half.
-    Those behind `ahead` do not show in the bits, nor do chunks and ahead.
+    The last four do not show in the bits.
     """
 
     slices: int
@@ -41,16 +38,6 @@ class Split:
     cluster: bool = False
     early: bool = False
     asked: int = 4
-    half: bool = False
-    narrow: tuple | None = None
-
-    def at(self, token_tiles):
-        """The Split of a pass with so many groups of 8 rows: the same bits."""
-        if token_tiles > 1 or self.narrow is None:
-            return self
-        chunks, ahead, finishers, asked = self.narrow
-        how = {"chunks": chunks, "ahead": ahead, "finishers": finishers, "asked": asked}
-        return replace(self, half=True, narrow=None, **how)
 
     def groups(self, sms):
         """Tiles that the card has under way at once. Clusters of more than 2 reach 120 of an H100's 132
@@ -75,8 +62,6 @@ class Split:
     def resident(self):
         """Blocks a multiprocessor that registers are kept for: the next kernel's too,
         where that leaves enough."""
-        if self.half:
-            return 2 * self.blocks
         return self.blocks * (2 if self.early and 2 * self.blocks * self.threads <= 24 * 32 else 1)
 
     def shared(self, cols, token_tiles, is_normed=False):
@@ -86,8 +71,7 @@ class Split:
         deepest = -(-chunks // self.slices)
         sums = 2 * self.warps + (self.finishers * self.slices if self.cluster else 0)
         normed = 128 * (deepest + token_tiles * self.warps) if is_normed else 0
-        need = 512 * token_tiles * (sums + deepest) + normed
-        return max(need, SHARED_PER_SM // 2) if self.half else need
+        return 512 * token_tiles * (sums + deepest) + normed
 
     def fits(self, cols, token_tiles, is_normed=False):
         need = self.shared(cols, token_tiles, is_normed) + STATIC
@@ -115,7 +99,7 @@ def read(text):
     """(N, K, multiprocessors) -> Split, from text in the form of cuts.csv."""
     found = {}
     for row in csv.DictReader(text.splitlines()):
-        numbers = {field.name: field.type(int(row[field.name])) for field in fields(Split) if field.name in row}
+        numbers = {field.name: field.type(int(row[field.name])) for field in fields(Split)}
         found[int(row["N"]), int(row["K"]), int(row["sms"])] = Split(**numbers)
     return found
 

@@ -90,7 +90,7 @@ def pair(args):
 
     from ..costs import break_even, steps, weight_parts
     from ..fit import make_plan
-    from ..pair import open_pair
+    from ..pair import open_pair, weights_for
 
     is_default = args.target == "default"
     keywords = load_keywords(args)
@@ -99,7 +99,8 @@ def pair(args):
     opening["offline"] |= is_default  # a look at the machine fetches nothing by itself
     ops = open_ops(args.backend, args.activations, args.device)
     try:
-        found = open_pair(**opening, needs_weights=False)
+        weights = weights_for(ops, args.target, args.weights)
+        found = open_pair(**opening, needs_weights=False, weights=weights)
     except UserError as error:
         if is_default and error.code == 3:
             return {

@@ -106,6 +106,10 @@ def add_machine(parser):
     group.add_argument("--activations", choices=("f32", "bf16"),
                        help="type of activations and caches (default f32 on the CPU, "
                             "bf16 on a GPU)")  # fmt: skip
+    group.add_argument("--weights", choices=("bf16", "file"),
+                       help="of a GGUF target and of the default one: rounded to bf16, or as the file has "
+                            "them (default: the file's on the CPU, bf16 of the default target on a "
+                            "GPU)")  # fmt: skip
     group.add_argument("--ctx", metavar="N", type=whole(1),
                        help="positions, prompt and new tokens (default: "
                             "what the target allows and memory holds)")  # fmt: skip
@@ -162,7 +166,7 @@ def load_keywords(args):
         "target": args.target, "backend": args.backend, "activations": args.activations, "ctx": args.ctx,
         "prefill_chunk": args.prefill_chunk, "revision": args.revision,
         "drafter_revision": args.drafter_revision,
-        "offline": args.offline, "device": args.device,
+        "offline": args.offline, "device": args.device, "weights": args.weights,
     }  # fmt: skip
     if args.drafter is not None:
         keywords["drafter"] = None if args.drafter == "none" else args.drafter

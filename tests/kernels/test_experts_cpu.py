@@ -4,7 +4,7 @@ import numba
 import numpy as np
 import pytest
 from llvmlite import ir
-from minidflash.kernels.cpu import experts, vector
+from minidflash.kernels.cpu import experts, lanes, vector
 from minidflash.kernels.table import CLAMPED
 from minidflash.kernels.weight import E2M1, EXPERT_PAIRS, EXPERTS
 from numba import types
@@ -85,7 +85,7 @@ def test_gate_and_up_tiles_take_turns():
     rows = np.repeat(100 * np.arange(2), 40) + np.tile(np.arange(40), 2)
     out = np.zeros((2, 4, 3, 16), np.float32)
     for first, part in ((0, rows[:27]), (27, rows[27:])):
-        experts.pack(np.repeat(np.float32(part)[:, None], 3, 1), first, 40, True, out)
+        experts.pack(np.repeat(np.float32(part)[:, None], 3, 1), first, 40, True, out[:, :, :, None])
     for e in range(2):
         halves = out[e].reshape(2, 2, 3, 16).swapaxes(0, 1).swapaxes(1, 2).reshape(2, 3, 32)
         for half, first in zip(halves, (0, 20), strict=True):
@@ -102,10 +102,11 @@ def make_widen(is_wide):
                 vector._pointer(context, builder, kind, array, ir.Constant(vector.I64, 0))
                 for kind, array in zip(signature.args, args, strict=True)
             )
-            scale = vector._scale(builder, scales)
+            fp4 = lanes.Fp4(is_wide)
+            scale = fp4.scale(builder, builder.load(builder.bitcast(scales, vector.VB.as_pointer()), align=1))
             word = builder.load(builder.bitcast(words, vector.VI.as_pointer()), align=4)
-            for feature in range(vector.FEATURES):
-                value = builder.fmul(vector._nibble(builder, word, feature, is_wide), scale)
+            for feature in range(fp4.in_word):
+                value = builder.fmul(fp4.nibble(builder, word, feature), scale)
                 place = builder.gep(out, [ir.Constant(vector.I64, feature * vector.LANES)])
                 builder.store(value, builder.bitcast(place, vector.VF.as_pointer()), align=4)
             return context.get_dummy_value()

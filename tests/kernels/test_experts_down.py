@@ -109,20 +109,22 @@ def test_a_rows_bits_are_its_own(ops, rng, T, E, U, weights):
         assert_same_bits(run(ops, "experts_down", one)["x"], whole[t : t + 1], f"row {t} alone")
 
 
-def test_experts_are_added_in_router_order(ops, rng):
+ORDERS = np.int32([[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]])
+
+
+def assert_added_in_order(ops, run, expert, weights="f32"):
     """Outputs 2^26, 1, -2^26 and a row of 0: only one order of f32 sums gives what each order of the experts
     gives."""
-    T, E, U, D, F = 6, 3, 3, 17, 32
+    (T, U), E, D, F = expert.shape, 3, 17, 32
     values = np.float32([2**26, 1, -(2**26)])
     w = np.zeros((E, D, F), np.float32)
     w[:, :, 0] = values[:, None]
-    expert = np.int32([[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]])
     h = np.zeros((T, U, F), np.float32)
     h[:, :, 0] = 1
     case = {
-        "h": stored(h, ops.activations), "w": Experts([Matrix(w.reshape(-1, F))], E), "bias": None,
-        **grouped(expert, E), "share": np.ones((T, U), np.float32), "tap_row": None, "tap_at": 0,
-        "x": stored(np.zeros((T, D)), ops.activations), "taps": None,
+        "h": stored(h, ops.activations), "w": Experts([Matrix(stored(w.reshape(-1, F), weights))], E),
+        "bias": None, **grouped(expert, E), "share": np.ones((T, U), np.float32), "tap_row": None,
+        "tap_at": 0, "x": stored(np.zeros((T, D)), ops.activations), "taps": None,
     }  # fmt: skip
     got = real(run(ops, "experts_down", case)["x"])
     if ops.name == "oracle":
@@ -130,6 +132,10 @@ def test_experts_are_added_in_router_order(ops, rng):
         return
     want = [np.float32(np.float32(a + b) + c) for a, b, c in values[expert]]
     np.testing.assert_array_equal(got, np.repeat(want, D).reshape(T, D))
+
+
+def test_experts_are_added_in_router_order(ops, rng):
+    assert_added_in_order(ops, run, ORDERS)
 
 
 NIBBLES, SCALES = np.arange(16), np.arange(255)

@@ -136,7 +136,7 @@ def test_bits_do_not_depend_on_how_many_rows_there_are(ops, rng, name, make, ter
 @pytest.mark.parametrize("ops", parameters(["emulate"], ["bf16"]), indirect=True)
 @TYPES
 @BOTH
-@pytest.mark.parametrize("T", [6, 36])
+@pytest.mark.parametrize("T", [2, 6, 36])
 def test_every_order_of_blocks_warps_and_lanes_gives_the_same_bits(
     ops, rng, name, make, terms, what, weights, T
 ):
@@ -181,7 +181,7 @@ def test_the_plain_kernel_reads_packed_weights(
 
 @on_gpu_backends
 @TYPES
-@pytest.mark.parametrize("T", [5, 35])
+@pytest.mark.parametrize("T", [2, 5, 35])
 def test_dependent_launches_read_nothing_too_early(ops, rng, weights, T, monkeypatch):
     """Two layers, one behind the other; the emulator poisons what the predecessor wrote until the wait."""
     D, E, U, F = 96, 10, 3, 64
@@ -286,7 +286,7 @@ def test_a_frame_fits_the_card_and_a_group_of_32_is_one_run(model, rows):
         cut = experts.choose(cols, kind, row)
         assert cut.warps * cut.units >= -(-cols // experts.UNIT[kind][0])
         shape = experts.frame(cut, cols, kind, count, rows)
-        assert 8 * shape.token_tiles >= min(rows, 32)
+        assert 8 * shape.token_tiles >= (8 if kind == "mxfp4" and rows <= 16 else min(rows, 32))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")

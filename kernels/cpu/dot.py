@@ -1,0 +1,153 @@
+"""The inner loop of every product on the CPU: tiles of weights times a few token rows, sums in registers.
+
+A kind of weights has its loops in one module of LLVM, compiled once and kept on disk. Numba's code calls them
+by name and holds none of it: else every kernel would optimise all bodies again, and a block's is long.
+"""
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from .. import diskcache
+from . import jit
+from .lanes import kind_of, source_of
+from .vector import F32, I64, LANES, VF, ZERO, _broadcast, _fma, _loop, _number, _pointer
+
+# Sums of 16 lanes that registers hold beside the weights: (tokens, tiles) at once, for rows of a block.
+IS_WIDE = "+avx512f" in jit.TARGET[2]
+SHAPES = [(1, 4), (1, 1), (4, 4), (4, 1), (8, 2), (8, 1), (16, 1)] if IS_WIDE else [(1, 4), (1, 1), (4, 1)]
+_loaded = {}  # kind -> the engine that holds its code
+
+
+def _name(kind, tokens, tiles):
+    return f"minidflash_dot_{kind}_{tokens}x{tiles}"
+
+
+def _add_loop(module, kind, tokens, tiles):
+    """What make_tile_dot describes. Arguments: w, bytes of a tile, bytes of a step of plain weights, x,
+    x_step, count, out, out_stride."""
+    byte, real = ir.IntType(8).as_pointer(), F32.as_pointer()
+    form = ir.FunctionType(ir.VoidType(), [byte, I64, I64, real, I64, I64, real, I64])
+    function = ir.Function(module, form, _name(kind, tokens, tiles))
+    w, tile_stride, step, x, x_step, count, out, out_stride = function.args
+    for argument in (w, x, out):
+        argument.add_attribute("noalias")
+    builder = ir.IRBuilder(function.append_basic_block())
+    fma, source = _fma(builder, True), source_of(kind, IS_WIDE)
+    first = [builder.gep(w, [builder.mul(tile_stride, _number(i))]) for i in range(tiles)]
+    x_step = _number(1) if tokens == 1 else x_step
+
+    def body(k, sums):
+        readers, sums = [source.open(builder, tile, k, step) for tile in first], list(sums)
+        row = builder.gep(x, [builder.mul(builder.mul(k, _number(source.step)), x_step)])
+        for j in range(source.step):
+            weights = [value(j) for value in readers]
+            for m in range(tokens):
+                token = _broadcast(builder, builder.load(builder.gep(row, [_number(m)])))
+                for i in range(tiles):
+                    at = m * tiles + i
+                    sums[at] = builder.call(fma, [weights[i], token, sums[at]])
+            row = builder.gep(row, [x_step])
+        return sums
+
+    steps = builder.sdiv(count, _number(source.step))
+    _, sums = _loop(builder, steps, 1, [ZERO] * (tokens * tiles), body)
+    for index, vector in enumerate(sums):
+        at = builder.add(builder.mul(out_stride, _number(index // tiles)), _number(index % tiles * LANES))
+        builder.store(vector, builder.bitcast(builder.gep(out, [at]), VF.as_pointer()), align=4)
+    builder.ret_void()
+
+
+def module_of(kind):
+    """The loops of a kind as LLVM's text."""
+    module = ir.Module(kind)
+    module.triple = jit.TARGET[0]
+    for tokens, tiles in SHAPES:
+        _add_loop(module, kind, tokens, tiles)
+    return str(module)
+
+
+def provide(kind):
+    """Make the loops of a kind known to compiled code, by name: before a kernel that calls them is loaded."""
+    if kind in _loaded:
+        return
+    text = module_of(kind)
+    path = jit.CACHE_FOLDER and jit.CACHE_FOLDER / f"dot-{kind}-{diskcache.digest(text, *jit.TARGET)}.o"
+    code = path and diskcache.load(path)
+    if not code:
+        code = compiled(text)
+        if path:
+            diskcache.store(path, code)
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target_machine())
+    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    for tokens, tiles in SHAPES:
+        name = _name(kind, tokens, tiles)
+        llvm.add_symbol(name, engine.get_function_address(name))
+    _loaded[kind] = engine
+
+
+def provide_for(signature):
+    """The same for all kinds that a kernel of this signature may call."""
+    for kind in signature:
+        if isinstance(kind, types.BaseTuple):
+            provide_for(kind)
+        elif isinstance(kind, types.Array) and (name := kind_of(kind)):
+            provide(name)
+
+
+def target_machine():
+    """LLVM's, for this processor as Numba sees it."""
+    triple, cpu, features = jit.TARGET
+    reloc = "static" if triple.startswith("x86") else "default"
+    return llvm.Target.from_triple(triple).create_target_machine(
+        cpu=cpu, features=features, opt=3, reloc=reloc, codemodel="jitdefault", jit=True
+    )
+
+
+def compiled(text):
+    """Machine code (an object file) of a module's text."""
+    module, machine = llvm.parse_assembly(text), target_machine()
+    module.verify()
+    tuning = llvm.create_pipeline_tuning_options(speed_level=3)
+    tuning.slp_vectorization = False  # all is vectors already
+    passes = llvm.create_pass_builder(machine, tuning)
+    passes.getModulePassManager().run(module, passes)
+    return machine.emit_object(module)
+
+
+def make_tile_dot(tokens, tiles):
+    """out[m][tile][lane] = sum_k w[tile][k][lane] * x[k][m], k ascending, one fused multiply-add a term.
+
+    tokens, tiles: how many accumulators of 16 lanes live in registers. Arguments of what is returned:
+    (w, w_at, tile_stride, step, x, x_at, x_step, count, out, out_at, out_stride); steps: elements from one k
+    to the next; `step` is of plain weights, x_step of one token is 1. With an x_step below `tokens`, the last
+    tokens are junk, and so is what comes out of them. count: inputs, whole blocks of them.
+    """
+
+    @intrinsic
+    def tile_dot(typingctx, w, w_at, tile_stride, step, x, x_at, x_step, count, out, out_at, out_stride):
+        n, kind = types.intp, kind_of(w)
+        provide(kind)
+
+        def codegen(context, builder, signature, args):
+            w, w_at, tile_stride, step, x, x_at, x_step, count, out, out_at, out_stride = args
+            w_kind, x_kind, out_kind = (signature.args[i] for i in (0, 4, 8))
+            size = _number(context.get_abi_sizeof(context.get_data_type(w_kind.dtype)))
+            w, x, out = (
+                _pointer(context, builder, kind, array, at)
+                for kind, array, at in ((w_kind, w, w_at), (x_kind, x, x_at), (out_kind, out, out_at))
+            )
+            byte, real = ir.IntType(8).as_pointer(), F32.as_pointer()
+            form = ir.FunctionType(ir.VoidType(), [byte, I64, I64, real, I64, I64, real, I64])
+            loop = cgutils.get_or_insert_function(builder.module, form, _name(kind, tokens, tiles))
+            strides = builder.mul(tile_stride, size), builder.mul(step, size)
+            w = builder.bitcast(w, byte)
+            builder.call(loop, [w, *strides, x, x_step, count, out, out_stride])
+            return context.get_dummy_value()
+
+        return types.void(w, n, n, n, x, n, n, n, out, n, n), codegen
+
+    return tile_dot
