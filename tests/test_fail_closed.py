@@ -149,6 +149,12 @@ def test_what_was_not_checked_of_gemma4_is_refused(key, value):
     refused(lambda: read_target(wrong), "head_dim" if "33" in f"{value}" else key)
 
 
+@pytest.mark.parametrize("key", ["global_head_dim", "num_global_key_value_heads", "rope_parameters"])
+def test_sizes_of_gemma4s_full_layers_have_no_default(key):
+    config = json.loads((golden("gemma4-tiny") / "config.legacy.json").read_text())
+    refused(lambda: read_target({name: value for name, value in config.items() if name != key}), key)
+
+
 @pytest.mark.parametrize("kind, more, words", [
     ("full_attention", {"partial_rotary_factor": None}, "partial_rotary_factor"),
     ("full_attention", {"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
