@@ -20,8 +20,8 @@ ROPE_KEYS = {
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary frequencies. theta: base. kind: default, llama3, yarn, proportional, or divisors, one a frequency,
-    as GGUF files have them; the fields after it are theirs (0: unset)."""
+    """Rotary frequencies. theta: base. kind: default, llama3, yarn, proportional, or divisors, one a
+    frequency, as GGUF files have them; the fields after it are theirs (0: unset)."""
 
     theta: float
     kind: str = "default"
