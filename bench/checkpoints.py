@@ -60,12 +60,12 @@ class Published:
     @property
     def refusals(self):
         """Why it is refused, in words."""
-        return [part["why"] for part in (self.family, self.form) if not part["golden"] and part["why"]]
+        return [part["why"] for part in (self.family, self.form) if not part["runs"] and part["why"]]
 
     @property
     def runs(self):
         """Whether family and form are both tested; where its form is not stated, its file decides."""
-        return bool(self.family["golden"] and self.form["golden"])
+        return self.family["runs"] and self.form["runs"]
 
     @property
     def missing(self):

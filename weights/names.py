@@ -204,7 +204,8 @@ def bind(table, tensors, label, skipped=None):
         hint = "config.json has attention_bias false" if extra[0].endswith("_proj.bias") else None
         more = f" (and {len(extra) - 1} more)" if len(extra) > 1 else ""
         raise UserError(
-            f"{label} tensor {extra[0]}{more} is unknown here: its weights cannot be left out", hint=hint
+            f"{label} tensor {tensors[extra[0]].name}{more} is unknown here: its weights cannot be left out",
+            hint=hint,
         )
     for name, (shape, dtypes) in wanted.items():
         tensor = tensors[name]

@@ -7,9 +7,9 @@ Kernels take half of a multiprocessor at most (kernels/cuda/experts_few.cuh).
 from dataclasses import dataclass
 
 from . import experts
-from .split import CHUNK, SHARED_PER_SM
+from .split import CHUNK, SHARED_PER_BLOCK, SHARED_PER_SM
 
-MOST_ROUTED = 2  # rows, as in route_few.cu
+MOST_ROUTED = 16  # rows, as in route_few.cu
 MOST_PAIRS, MOST_TURNS = 8, 16  # as in experts_few.cuh; row tiles of a cluster of experts_down_few
 STATIC = 1024  # shared bytes that the kernels declare themselves, at most, with what a block costs beside
 # Dynamic shared bytes of a block. Two of experts_up_few do not fit a multiprocessor: the scheduler would put
@@ -68,15 +68,17 @@ def defines_of(few, cols, kind, act=0, has_large_scales=False):
 def route(backend, x, norm, u_norm, eps, w, bias, normalise, expert_scale, pos, touched, work, u, expert,
           share, first, order):  # fmt: skip
     (rows, cols), used, tiles = x.shape, expert.shape[1], -(-w.rows // experts.TILE)
-    is_few = rows <= MOST_ROUTED and rows * used <= MOST_PAIRS and 1 < tiles <= experts.ROUTE_BLOCKS
+    is_few = rows <= MOST_ROUTED and 1 < tiles <= experts.ROUTE_BLOCKS
+    chunks, padded = -(-cols // CHUNK), experts.TILE * tiles
+    groups = 4 * (2 * padded + 16 + 32 * experts.ROUTE_ROWS)
+    meeting = experts.ROUTE_WARPS * max(512 * -(-rows // 8), 128 * rows)  # sums, squares before
+    shared = chunks * (1024 + 64 * rows) + meeting + 64 + 4 * rows * padded + groups
+    is_few = is_few and shared + experts.STATIC <= SHARED_PER_BLOCK
     if w.layout != "packed" or not is_few or cols % 8 or cols > 8 * 32 * experts.ROUTE_WARPS:
         return experts.route(
             backend, x, norm, u_norm, eps, w, bias, normalise, expert_scale, pos, touched, work, u, expert,
             share, first, order,
         )  # fmt: skip
-    chunks, padded = -(-cols // CHUNK), experts.TILE * tiles
-    groups = 4 * (2 * padded + 16 + 32 * experts.ROUTE_ROWS)
-    shared = chunks * (1024 + 64 * rows) + 512 * experts.ROUTE_WARPS + 4 * rows * padded + groups
     defines = {"STREAM_WARPS": experts.ROUTE_WARPS, "TOKEN_TILES": 1, "TOKEN_ROWS": rows}
     defines |= experts.route_defines(u_norm, expert_scale)
     args = [w.data, x, norm, u_norm, bias, expert_scale, pos, u, expert, share, first, order, touched]

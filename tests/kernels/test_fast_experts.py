@@ -18,7 +18,7 @@ from minidflash.kernels.table import CLAMPED, GELU_TANH, SILU
 
 from tests.cases import Make, grouped, run, stored
 from tests.compare import assert_same_bits, real
-from tests.conftest import parameters
+from tests.conftest import FULL, parameters
 from tests.disassembly import assert_instructions, disassemble_all
 from tests.fast_rows import C, fast_check, fast_run, on_gpu_backends
 from tests.kernels import test_experts_down, test_experts_up
@@ -60,17 +60,18 @@ def test_groups_of_any_size_match_oracle(ops, rng, name, make, terms, what, weig
     fast_check(ops, name, case, terms(case), C, **sizes)
 
 
+def dealt(how, cols, kind):
+    """The Cut with the units that K makes."""
+    units = -(-cols // experts.UNIT[kind][0])
+    warps = min(how.warps, units)
+    return experts.Cut(warps, -(-units // warps), how.ahead, how.finishers, how.asked)
+
+
 @pytest.fixture
 def cut(request, monkeypatch):
     """Every tile is dealt out this way: (Cut without its units, Frame), as far as K allows."""
     how, shape = request.param
-
-    def choose(cols, kind, row):
-        units = -(-cols // experts.UNIT[kind][0])
-        warps = min(how.warps, units)
-        return experts.Cut(warps, -(-units // warps), how.ahead, how.finishers, how.asked)
-
-    monkeypatch.setattr(experts, "choose", choose)
+    monkeypatch.setattr(experts, "choose", lambda cols, kind, row: dealt(how, cols, kind))
     monkeypatch.setattr(experts, "frame", lambda *_: shape)
     return how
 
@@ -102,20 +103,15 @@ def test_every_cut_is_right(ops, rng, cut, name, make, terms, what, weights, T):
 def test_bits_do_not_depend_on_how_a_tile_comes_about(
     ops, rng, name, make, terms, what, weights, monkeypatch
 ):
-    """Groups of rows, tiles ahead, who ends them: none of it shows; nor how many rows there are."""
-    case, sizes = make(ops, rng, 37, 5, 2, 200, 136, weights)
-    whole = fast_run(ops, name, case, **sizes)[what]
-    natural = experts.choose(case["w"].shape[-1], weights, name)
+    """Groups of rows, tiles ahead, who ends them: none of it shows. Shapes as above: so are the builds."""
+    case, sizes = make(ops, rng, 37, 9, 3, 176, 152, weights)
+    whole = None
     for how, shape in CUTS:
-        monkeypatch.setattr(
-            experts, "choose", lambda *_, how=how: experts.Cut(natural.warps, natural.units, *how_of(how))
-        )
+        monkeypatch.setattr(experts, "choose", lambda cols, kind, row, how=how: dealt(how, cols, kind))
         monkeypatch.setattr(experts, "frame", lambda *_, shape=shape: shape)
-        assert_same_bits(fast_run(ops, name, case, **sizes)[what], whole, str((how, shape)))
-
-
-def how_of(cut):
-    return cut.ahead, cut.finishers, cut.asked
+        found = fast_run(ops, name, case, **sizes)[what]
+        whole = found if whole is None else whole
+        assert_same_bits(found, whole, str((how, shape)))
 
 
 @on_gpu_backends
@@ -255,9 +251,18 @@ TRUE = {  # K, type, experts and activation of models.md 3 to 5
 }
 
 
+SM90, *SM100 = compiler.ARCHES.values()
+
+
 @needs_nvrtc
-@pytest.mark.parametrize("arch", compiler.ARCHES.values())
-@pytest.mark.parametrize("model", TRUE)
+@pytest.mark.parametrize(
+    "model, arch",
+    [
+        (model, arch)
+        for i, model in enumerate(TRUE)
+        for arch in ([SM90, *SM100] if FULL else [SM90, SM100[i % len(SM100)]])
+    ],
+)
 def test_true_shapes_keep_to_registers_and_stream(model, arch, tmp_path):
     cubins, streams = [], []
     for row, (cols, kind, count, act) in TRUE[model].items():

@@ -35,6 +35,7 @@ def with_few(allowed, monkeypatch, run):
     """What `run` gives where up to so many pairs are few."""
     with monkeypatch.context() as patch:
         patch.setattr(experts_few, "MOST_PAIRS", allowed)
+        patch.setattr(experts_few, "MOST_ROUTED", 2 * allowed)
         return run()
 
 
@@ -89,7 +90,8 @@ def test_nine_pairs_are_many(ops, rng, name, make, terms, what, launched):
 
 @on_gpu_backends
 @pytest.mark.parametrize(
-    "T, E, U, D, idle", [(1, 40, 8, 304, ()), (2, 128, 4, 2048, ()), (2, 33, 3, 72, (0,))]
+    "T, E, U, D, idle",
+    [(1, 128, 8, 2048, ()), (3, 33, 3, 72, (0,)), (10, 40, 4, 304, (9,)), (16, 128, 4, 520, ())],
 )
 def test_few_rows_are_routed_like_many(ops, rng, T, E, U, D, idle, launched, monkeypatch):
     case, size = test_route.make(ops, rng, T, E, U, D, "bf16", bias=True, normalise=0)
@@ -103,7 +105,7 @@ def test_few_rows_are_routed_like_many(ops, rng, T, E, U, D, idle, launched, mon
 
 
 @on_gpu_backends
-@pytest.mark.parametrize("T, E, U, D", [(1, 16, 4, 64), (1, 200, 4, 64), (3, 40, 2, 64), (1, 40, 4, 4104)])
+@pytest.mark.parametrize("T, E, U, D", [(1, 16, 4, 64), (1, 200, 4, 64), (17, 40, 2, 64), (1, 40, 4, 4104)])
 def test_other_sizes_are_routed_by_the_other_kernel(ops, rng, T, E, U, D, launched):
     """One row tile is no cluster; 13 are more than one; a thread has 8 numbers of a row."""
     case, size = test_route.make(ops, rng, T, E, U, D, "bf16", bias=False, normalise=1)
@@ -151,7 +153,7 @@ def test_two_neighbours_fit_a_multiprocessor_and_two_of_a_kind_do_not(model, arc
 
 @needs_nvrtc
 @pytest.mark.parametrize("arch", compiler.ARCHES.values())
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("rows", [1, 8, 16])
 def test_route_has_room_beside_any_kernel(rows, arch):
     """Of 65,536 registers another block has 46,080 at most (linear_add of Coder's width)."""
     defines = {"STREAM_WARPS": str(experts.ROUTE_WARPS), "TOKEN_TILES": "1", "TOKEN_ROWS": str(rows)}
