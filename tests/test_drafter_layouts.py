@@ -290,7 +290,8 @@ def test_every_tensor_is_needed_as_it_is(files, name):
         words = {"fc.weight": "fc", "d2t": "[15"}.get(one, one)
         refused(lambda others=others, wrong=reshaped, one=one: bind(others | {one: wrong}), words)
         refused(lambda others=others, one=one, tensor=tensor: bind(others | {one + "_": tensor}), one)
-        refused(lambda one=one, tensor=tensor: bind(tensors | {one + ".more": tensor}), one + ".more")
+        another = replace(tensor, name=one + ".more")
+        refused(lambda another=another: bind(tensors | {another.name: another}), another.name)
 
 
 def leaves(config, path=()):
