@@ -211,13 +211,13 @@ def _draft_vocab(reader, layout, vocab):
 def _check_layout(reader, layout, config):
     """What a layout says a second time must agree."""
     size = config.layers[0].head_size
-    for key, wanted in (
-        ("target_hidden_size", config.width), ("speculative_tokens", config.block - 1),
-        ("value_length", size), ("rope_dimensions", size),
+    for key, fact, wanted in (
+        ("target_hidden_size", "width", config.width), ("speculative_tokens", "block", config.block - 1),
+        ("value_length", "head_size", size), ("rope_dimensions", "head_size", size),
     ):  # fmt: skip
         found = reader.value(key, key) if key in layout.facts else None
         if found is not None and (type(found) is not int or found != wanted):
-            reader.refuse(reader.sources[key], found, f"{wanted}, as the rest of the file says")
+            reader.refuse(reader.sources[key], found, f"{wanted} beside this {reader.sources[fact]}")
 
 
 def _causal(reader, windows, layout):

@@ -171,6 +171,16 @@ class Reader:
         self.sources["rope"] = "rope_parameters"
         return tuple(ropes)
 
+    def divisors(self, key, found):
+        """One number above 0 for every frequency, as a tuple."""
+        heads, width = (self.config.get(name) for name in ("num_attention_heads", "hidden_size"))
+        count = (self.config.get("head_dim") or width // heads) // 2
+        if not isinstance(found, list) or len(found) != count:
+            self.refuse(key, found, f"a list of {count} numbers")
+        if any(self.checked(key, one, float, 0) == 0 for one in found):
+            self.refuse(key, found, "numbers above 0")
+        return tuple(map(float, found))
+
     def rope(self):
         """The rope of both spellings (models.md 0.1); unknown types and keys are refused."""
         self.used.update(("rope_theta", "rope_scaling", "rope_parameters"))
@@ -205,7 +215,9 @@ class Reader:
             found = given.pop(key, None)
             if found is None and default is None:
                 self.missing(f"{name}.{key}")
-            if isinstance(default, bool):
+            if key == "divisors":
+                found = self.divisors(f"{name}.{key}", found)
+            elif isinstance(default, bool):
                 if found is not None and not isinstance(found, bool):
                     self.refuse(f"{name}.{key}", found, "true or false")
             elif found is not None:

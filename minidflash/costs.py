@@ -11,7 +11,7 @@ from math import prod
 
 from minidflash.kernels.roofline import PEAKS
 from minidflash.kernels.weight import EXPERT_PAIRS, EXPERTS, TABLE, VECTOR
-from minidflash.weights.names import IDS
+from minidflash.weights.names import IDS, MARKS
 
 WIDTHS = 4, 8, 16  # rows of verify passes
 
@@ -63,7 +63,7 @@ def steps(pair, keys, item):
     found = [_verify("plain", target, 1, head, keys, item)]
     if drafter is None:
         return found
-    own = sum(one.nbytes for one in drafter.bound.values() if one.role not in (VECTOR, TABLE, IDS))
+    own = sum(one.nbytes for one in drafter.bound.values() if one.role not in (VECTOR, TABLE, IDS, MARKS))
     borrowed = 0 if "head" in drafter.bound else head
     draft = Step("draft", drafter.config.block, None, own + borrowed + key_bytes(drafter.config, keys, item))
     found.append(draft)

@@ -120,7 +120,7 @@ LAYOUTS: dict[str, Layout] = {
             "rope_dimensions": ("dflash.rope.dimension_count",),
         },
         make={"layer_types": kinds_of, "sliding_window": no_window, "rope_scaling.rope_type": rope_type},
-        implied={"use_sliding_window": lambda found: bool(found.get("sliding_window"))},
+        implied={"use_sliding_window": lambda found: True if found.get("sliding_window") else None},
         fixed={"general.architecture": "dflash", "general.type": "model"},
         free=("general.", "tokenizer."),
         first_layer=1,

@@ -148,10 +148,10 @@ def build(ops, config, bound, tables, progress=None):
     all layers.
     """
     from minidflash.kernels.weight import VECTOR
-    from minidflash.weights.names import IDS
+    from minidflash.weights.names import IDS, MARKS
 
     model = Model(config, {}, [{} for _ in config.layers], [tables[kind] for kind in config.rotations])
-    bound = {name: one for name, one in bound.items() if one.role != IDS}
+    bound = {name: one for name, one in bound.items() if one.role not in (IDS, MARKS)}
     ops.read_ahead([one.parts for one in bound.values() if one.role != VECTOR])
     for done, (name, one) in enumerate(bound.items()):
         where, short = model.weights, name

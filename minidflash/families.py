@@ -127,10 +127,12 @@ def attention_sizes(reader, facts, windows, shares):
     if per_layer is None:
         if full is None and not all(windows):
             reader.missing("global_head_dim")
+        if shares and heads is None and not all(windows):
+            reader.missing("num_global_key_value_heads")
         size = full and reader.checked("global_head_dim", full, int, 1)
         if heads is not None:
             heads = reader.checked("num_global_key_value_heads", heads, int, 1)
-        whole = size, heads if shares and heads is not None else usual[1]
+        whole = size, heads if shares else usual[1]
         return [usual if window else whole for window in windows]
     for key, given in (("global_head_dim", full), ("num_global_key_value_heads", heads)):
         if given is not None:

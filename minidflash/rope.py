@@ -14,13 +14,14 @@ ROPE_KEYS = {
     "yarn": {"factor": None, "original_max_position_embeddings": None, "beta_fast": 32.0, "beta_slow": 1.0,
              "truncate": True, "attention_factor": 0.0, "mscale": 0.0, "mscale_all_dim": 0.0},
     "proportional": {"partial_rotary_factor": None, "factor": 1.0},
+    "divisors": {"divisors": None},
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary frequencies. theta: base. kind: default, llama3, yarn or proportional; the fields after it are
-    theirs (0: unset)."""
+    """Rotary frequencies. theta: base. kind: default, llama3, yarn, proportional, or divisors, one a
+    frequency, as GGUF files have them; the fields after it are theirs (0: unset)."""
 
     theta: float
     kind: str = "default"
@@ -35,6 +36,7 @@ class Rope:
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
     partial_rotary_factor: float = 0.0
+    divisors: tuple = ()
 
     def frequencies(self, size):
         """Frequencies of the pairs (j, j + size/2), and the multiplier on cos and sin.
@@ -62,6 +64,8 @@ class Rope:
             return np.where(turning, plain / np.float32(self.factor), np.float32(0)), 1.0
         if self.kind == "yarn":
             return self._yarn(size, plain), self._yarn_multiplier()
+        if self.kind == "divisors":
+            return plain / np.float32(self.divisors), 1.0
         return plain, 1.0
 
     def _yarn(self, size, plain):

@@ -146,9 +146,13 @@ def test_what_was_not_checked_of_gpt_oss_is_refused(key, value, words):
 def test_what_was_not_checked_of_gemma4_is_refused(key, value):
     config = json.loads((golden("gemma4-moe-tiny") / "config.json").read_text())
     wrong = config | {"text_config": config["text_config"] | {key: value}}
-    refused(
-        lambda: read_target(wrong), "head_dim" if key == "per_layer_config" and "33" in f"{value}" else key
-    )
+    refused(lambda: read_target(wrong), "head_dim" if "33" in f"{value}" else key)
+
+
+@pytest.mark.parametrize("key", ["global_head_dim", "num_global_key_value_heads", "rope_parameters"])
+def test_sizes_of_gemma4s_full_layers_have_no_default(key):
+    config = json.loads((golden("gemma4-tiny") / "config.legacy.json").read_text())
+    refused(lambda: read_target({name: value for name, value in config.items() if name != key}), key)
 
 
 @pytest.mark.parametrize("kind, more, words", [

@@ -213,7 +213,9 @@ def test_stop_runs(ops, pair):
 
 @pytest.mark.parametrize(
     "ops, pair",
-    parameters_with(PAIRS, ["dflash-qwen3-trained"], ["numba", "emulate", "cuda"], ["bf16"]),
+    parameters_with(
+        PAIRS, ["dflash-qwen3-trained", "dflash-speculators-tiny"], ["numba", "emulate", "cuda"], ["bf16"]
+    ),
     indirect=["ops"],
 )
 def test_bf16_activations_draft_the_plain_text(ops, pair):

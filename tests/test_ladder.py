@@ -136,6 +136,7 @@ def test_a_ladder_names_what_is_launched(name, monkeypatch):
     }
     variant, seen = launched(name, "f32")
     monkeypatch.setattr(kernels_bench, "NOT_TIMED", ())  # what is left out of times is asked for too
+    monkeypatch.setattr(kernels_bench, "CURVE", {"multiplier": 0.5, "cap": 30.0})
     assert variant == "plain" and seen | launched(name, "f32")[1] == kernels["plain"]
     monkeypatch.undo()
     assert ("fast" in found) == (name in fast.FAST) and ("prefill" in found) == (name in prefill.PREFILL)

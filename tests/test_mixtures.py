@@ -9,7 +9,9 @@ from tests.golden_files import golden
 from tests.models import engine_of, target_of
 from tests.replay import Replay, proposing
 
-PAIRS = ["dflash-qwen3-moe-tiny", "dflash-gpt-oss-tiny", "dflash-gpt-oss-mxfp4-tiny"]
+PAIRS = [
+    "dflash-qwen3-moe-tiny", "dflash-gpt-oss-tiny", "dflash-gpt-oss-mxfp4-tiny", "dflash-gemma4-moe-tiny",
+]  # fmt: skip
 PROMPT = np.random.default_rng(5).integers(0, 384, 300).tolist()
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 from minidflash.kernels.weight import TABLE, TILE
-from minidflash.weights.names import IDS, Named, bind, foretell, layers_of, matrix, vector
+from minidflash.weights.names import IDS, MARKS, Named, bind, foretell, layers_of, matrix, vector
 
 from minidflash.drafter_layouts import LAYOUTS, SPECULATORS
 from minidflash.errors import UserError
@@ -56,7 +56,7 @@ def own_tables(config, tensors):
     if reduced:
         table["d2t"] = Named(IDS, (reduced,), (("d2t", (reduced,)),))
         if rows and "t2d" in tensors:
-            table["t2d"] = Named(IDS, (rows,), (("t2d", (rows,)),))
+            table["t2d"] = Named(MARKS, (rows,), (("t2d", (rows,)),))
     if reduced or spell(OWN_HEAD) in tensors:
         table["head"] = matrix(OWN_HEAD, rows=reduced or rows, cols=config.width)
     return table

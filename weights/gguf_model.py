@@ -25,7 +25,7 @@ TOP_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }  # fmt: skip
-FACTORS = "rope_freqs.weight"  # what llama3 scaling divides the frequencies by
+FACTORS = "rope_freqs.weight"  # what the frequencies are divided by: llama3 scaling
 # architecture -> model_type, class, whether rows of q and k are interleaved
 ARCHITECTURES = {
     "llama": ("llama", "LlamaForCausalLM", True), "qwen3": ("qwen3", "Qwen3ForCausalLM", False),
@@ -39,12 +39,6 @@ READ_KEYS = {
     *SIZES, "attention.key_length", "attention.value_length", "attention.layer_norm_rms_epsilon",
     "rope.freq_base", "rope.dimension_count", "rope.scaling.type", "vocab_size",
 }  # fmt: skip
-# Scalings whose factors a file may have: what published Llamas 3.1 and 3.2 say. A file holds none of these.
-LLAMA3 = [
-    {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-     "original_max_position_embeddings": 8192}
-    for factor in (8.0, 32.0)
-]  # fmt: skip
 
 
 class GgufTensors(Mapping):
@@ -198,7 +192,8 @@ def _config(path, metadata, tensors):
         "tie_word_embeddings": "output.weight" not in tensors,
     }  # fmt: skip
     if FACTORS in tensors:
-        config["rope_scaling"] = _scaling(path, tensors[FACTORS], config)
+        divisors = tensors[FACTORS].widened().tolist()
+        config["rope_scaling"] = {"rope_type": "divisors", "divisors": divisors}
     return config
 
 
@@ -213,20 +208,3 @@ def _most(tensors):
 def _shortest(number):
     """A number stored as f32: its shortest decimal is what the author typed."""
     return number if number is None else float(str(np.float32(number)))
-
-
-def _scaling(path, tensor, config):
-    """The llama3 scaling whose factors these are. Nothing is guessed: all must agree."""
-    from minidflash.rope import Rope
-
-    found, theta, size = tensor.widened(), config["rope_theta"], config["head_dim"]
-    plain = Rope(theta).frequencies(size)[0]
-    for scaling in LLAMA3:
-        values = {key: value for key, value in scaling.items() if key != "rope_type"}
-        slow = Rope(theta, "llama3", **values).frequencies(size)[0]
-        if found.shape == plain.shape and np.allclose(plain / slow, found, rtol=1e-5, atol=0):
-            return scaling
-    raise UserError(
-        f"{path}: tensor {FACTORS} is of no llama3 scaling that is known here (factors 8 and 32 of 8192)",
-        hint="take the Hugging Face checkpoint, whose config.json says what the scaling is",
-    )

@@ -57,6 +57,13 @@ def tokenizer_files(path, metadata, config):
             f"{path}: {len(tokens)} {KEY}tokens, {len(set(tokens))} distinct, and {len(kinds)} types of "
             f"{sorted(set(kinds))}: need one known type for each token, and no token twice"
         )
+    known = set(tokens)
+    for merge in own["merges"]:
+        pair = str(merge).split(" ")
+        if len(pair) != 2 or not {*pair, "".join(pair)} <= known:
+            raise UserError(
+                f"{path}: {KEY}merges has {merge!r}, need two tokens whose text together is a third"
+            )
     for key in ("bos", "eos", "eot"):
         found = own.get(key + "_token_id", 0)
         if type(found) is not int or not 0 <= found < len(tokens):

@@ -23,7 +23,6 @@ from minidflash.errors import UserError
 
 PLAIN_DTYPES = ("BF16", "F32", "F16")  # F16 widens to f32, exactly
 WEIGHT_DTYPES = (*PLAIN_DTYPES, *(name.upper() for name in KINDS))
-ID_DTYPES = ("I64", "I32", "BOOL")
 # Buffers that old exports carry and that follow from the config; parts of a multimodal model that read no
 # text.
 SKIPPED = re.compile(
@@ -31,7 +30,7 @@ SKIPPED = re.compile(
     r"|model\.(vision_tower|embed_vision|audio_tower|embed_audio)\..+"
 )
 HEAD = "lm_head.weight"
-IDS = "ids"  # role of i32 numbers of the target's ids, no Weight
+IDS, MARKS = "ids", "marks"  # roles of what maps ids, no Weights
 
 
 @dataclass(frozen=True)
@@ -50,8 +49,8 @@ class Named:
     @property
     def dtypes(self):
         """What the sources may be stored as."""
-        if self.role == IDS:
-            return ID_DTYPES
+        if self.role in (IDS, MARKS):
+            return ("I64",) if self.role == IDS else ("BOOL",)
         if self.transform.startswith("blocks"):
             return ("U8",)
         return PLAIN_DTYPES if self.role == VECTOR else WEIGHT_DTYPES
@@ -205,7 +204,8 @@ def bind(table, tensors, label, skipped=None):
         hint = "config.json has attention_bias false" if extra[0].endswith("_proj.bias") else None
         more = f" (and {len(extra) - 1} more)" if len(extra) > 1 else ""
         raise UserError(
-            f"{label} tensor {extra[0]}{more} is unknown here: its weights cannot be left out", hint=hint
+            f"{label} tensor {tensors[extra[0]].name}{more} is unknown here: its weights cannot be left out",
+            hint=hint,
         )
     for name, (shape, dtypes) in wanted.items():
         tensor = tensors[name]

@@ -9,13 +9,13 @@ Moves: the cached K and V once a query head.
 import numba
 import numpy as np
 
-from .dot import make_tile_dot
+from .dot import ONE, make_tile_dot
 from .jit import jit
 from .scalar import F, exp, load, rounded
 from .vector import row_dot, row_max
 
 CHUNK = 128
-_1x4, _1x1 = make_tile_dot(1, 4), make_tile_dot(1, 1)
+_1xN, _1x1 = make_tile_dot(1, ONE), make_tile_dot(1, 1)
 
 
 @jit
@@ -23,9 +23,9 @@ def _weighted_values(cache_v, v_at, size, count, work, p_at, out_at):
     """work[out_at + i] = sum over count keys of p * v[i]: keys are the k of a tile_dot,
     16 components its lanes."""
     i = 0
-    while i + 64 <= size:
-        _1x4(cache_v, v_at + i, 16, size, work, p_at, 1, count, work, out_at + i, 0)
-        i += 64
+    while i + 16 * ONE <= size:
+        _1xN(cache_v, v_at + i, 16, size, work, p_at, 1, count, work, out_at + i, 0)
+        i += 16 * ONE
     while i + 16 <= size:
         _1x1(cache_v, v_at + i, 16, size, work, p_at, 1, count, work, out_at + i, 0)
         i += 16

@@ -17,7 +17,8 @@ from .vector import F32, I64, LANES, VF, ZERO, _broadcast, _fma, _loop, _number,
 
 # Sums of 16 lanes that registers hold beside the weights: (tokens, tiles) at once, for rows of a block.
 IS_WIDE = "+avx512f" in jit.TARGET[2]
-SHAPES = [(1, 4), (1, 1), (4, 4), (4, 1), (8, 2), (8, 1), (16, 1)] if IS_WIDE else [(1, 4), (1, 1), (4, 1)]
+ONE = 4 if IS_WIDE else 2  # tiles at once for a single row
+SHAPES = [(1, ONE), (1, 1), (4, 1)] + [(4, 4), (8, 2), (8, 1), (16, 1)] * IS_WIDE
 _loaded = {}  # kind -> the engine that holds its code
 
 
@@ -107,15 +108,27 @@ def target_machine():
     )
 
 
-def compiled(text):
-    """Machine code (an object file) of a module's text."""
+def _optimised(text):
+    """(the module, its machine)."""
     module, machine = llvm.parse_assembly(text), target_machine()
     module.verify()
     tuning = llvm.create_pipeline_tuning_options(speed_level=3)
     tuning.slp_vectorization = False  # all is vectors already
     passes = llvm.create_pass_builder(machine, tuning)
     passes.getModulePassManager().run(module, passes)
+    return module, machine
+
+
+def compiled(text):
+    """Machine code (an object file) of a module's text."""
+    module, machine = _optimised(text)
     return machine.emit_object(module)
+
+
+def assembly(kind):
+    """The loops of a kind in assembly language."""
+    module, machine = _optimised(module_of(kind))
+    return machine.emit_assembly(module)
 
 
 def make_tile_dot(tokens, tiles):

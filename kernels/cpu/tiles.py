@@ -12,13 +12,13 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-from .dot import IS_WIDE, SHAPES, make_tile_dot
+from .dot import IS_WIDE, ONE, SHAPES, make_tile_dot
 from .jit import jit
 from .scalar import F, load
 from .vector import row_dot
 
 _DOTS = {shape: make_tile_dot(*shape) for shape in SHAPES}
-_1x4, _1x1, _4x1 = _DOTS[1, 4], _DOTS[1, 1], _DOTS[4, 1]
+_1xN, _1x1, _4x1 = _DOTS[1, ONE], _DOTS[1, 1], _DOTS[4, 1]
 
 
 def tile_length(w):
@@ -44,7 +44,7 @@ def tiles_per_group(m):
     """How many tiles a block of m tokens takes at once: their sums fill the registers."""
     if IS_WIDE:
         return 4 if m <= 4 else 2 if m == 8 else 1
-    return 4 if m == 1 else 1
+    return ONE if m == 1 else 1
 
 
 @jit
@@ -140,8 +140,8 @@ def tile_group(w, tile, count, cols, work, x_at, x_step, m, y_at, ld):
     at = tile * stride
     if m > 1:
         _some_rows(w, at, stride, count, cols, work, x_at, x_step, m, y_at, ld)
-    elif count == 4:
-        _1x4(w, at, stride, 16, work, x_at, x_step, cols, work, y_at, ld)
+    elif count == ONE:
+        _1xN(w, at, stride, 16, work, x_at, x_step, cols, work, y_at, ld)
     else:
         _1x1(w, at, stride, 16, work, x_at, x_step, cols, work, y_at, ld)
 

@@ -2,9 +2,10 @@
 #pragma once
 #include "common.cuh"
 
-/* Neighbours in registers, loaded and stored at once where WHOLE, else one by one, the first `there`. */
+/* Neighbours in registers, loaded and stored at once (16 bytes at a time) where WHOLE, else one by one, the
+ * first `there`. */
 template <class T, int Count>
-struct alignas(sizeof(T) * Count) Neighbours {
+struct alignas(sizeof(T) * Count < 16 ? sizeof(T) * Count : 16) Neighbours {
     T v[Count];
 
     template <bool WHOLE>

@@ -12,7 +12,8 @@ from .terminal import write
 
 ROTATED = 128 << 20  # bytes of different weights between two uses of the same: more than any cache holds
 BLOCK = 16
-# Ends of names of optional arguments that are not timed.
+CURVE = {"multiplier": 1.0, "cap": 0.0}  # of logits: most models have none
+# Optional arguments that are not timed: of a row, and ends of names.
 NOT_TIMED = ("linear_add", "norm"), ("linear_add", "scale")
 LEFT_OUT = "bias", "sinks", "logprob", "v_norm", "u_norm", "expert_scale"
 EXPERT_ROWS = "route", "experts_up", "experts_down"
@@ -123,7 +124,7 @@ def arguments(ops, row, shape, rows, context, like=None, experts="bf16"):
     where = np.arange(sizes["T"]) + context
     values = {
         "eps": 1e-6, "scale": shape["K"] ** -0.5, "window": 0, "causal": 1, "limit": sizes["V"], "tap_at": 0,
-        "act": SILU, "multiplier": 1.0, "cap": 0.0,
+        "act": SILU, **CURVE,
         "ids": where % sizes["V"], "pos": where, "at": where, "begin": where, "end": where + 1,
         "tap_row": np.arange(rows) % BLOCK,
         "pick": np.arange(rows), "left": 1000, "start": context, "stop": -1,

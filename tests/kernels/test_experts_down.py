@@ -124,7 +124,7 @@ def assert_added_in_order(ops, run, expert, weights="f32"):
     case = {
         "h": stored(h, ops.activations), "w": Experts([Matrix(stored(w.reshape(-1, F), weights))], E),
         "bias": None, **grouped(expert, E), "share": np.ones((T, U), np.float32), "tap_row": None,
-        "tap_at": 0, "x": stored(np.zeros((T, D)), ops.activations), "taps": None,
+        "tap_at": 0, "adds": 1, "x": stored(np.zeros((T, D)), ops.activations), "taps": None,
     }  # fmt: skip
     got = real(run(ops, "experts_down", case)["x"])
     if ops.name == "oracle":

@@ -28,7 +28,7 @@ from tests.kernels import (
 )
 from tests.kernels.test_compile import needs_nvrtc
 
-FORMS = test_rows.FAST_FORMS
+FORMS = test_rows.FORMS
 CUTS = [
     split.Split(1, 2, 8), split.Split(3, 2, 8, 4, 1), split.Split(2, 1, 16, 1, 4), split.Split(4, 2, 4, 2, 2),
     split.Split(2, 2, 3, 3, 1), split.Split(1, 1, 8, 2, 2, 4), split.Split(2, 1, 4, 4, 1, 2, True),

@@ -97,7 +97,7 @@ def test_matches_oracle(ops, rng, T, E, U, D, bias, normalise, weights):
 @pytest.mark.parametrize("T, E, U, D", [(1, 6, 2, 64), (5, 20, 4, 120), (17, 128, 8, 64), (40, 33, 3, 72)])
 def test_u_may_have_a_norm_of_its_own_and_experts_a_scale(ops, rng, T, E, U, D):
     """models.md 5: the router's input is another than the experts', and shares need not sum to 1."""
-    case, size = make(ops, rng, T, E, U, D, "bf16", bias=False, idle=[T - 1] if T > 1 else [])
+    case, size = make(ops, rng, T, E, U, D, weights="bf16", bias=False, idle=[T - 1] if T > 1 else [])
     make_ = Make(rng)
     case |= {"u_norm": make_.v(D, around=1), "expert_scale": make_.v(E, around=1)}
     assert_routed(run(ops, "route", case, **size), case, U, E)
