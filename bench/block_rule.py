@@ -67,7 +67,7 @@ def laws_of(engine, width, law):
     ops, s, w, config = engine.ops, engine.state, engine.target.weights, engine.target.config
     logits = ops.array((width, config.vocab), "f32")
     work = ops.array((ops.backend.work_size(width, config.width, config.vocab),), "f32")
-    ops.head_logits(s.rows.x[:width], w["norm"], config.eps, engine.target.head, work, logits)
+    ops.head_logits(s.rows.x[:width], w["norm"], config.eps, engine.target.head, *config.curve, work, logits)
     p = np.stack([filtered(row[: engine.target.ids], **law) for row in ops.download(logits)])
     mass = ops.download(s.mass)[0, :width, : engine.target.ids].astype(float)
     mass[0] = 1

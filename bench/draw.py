@@ -68,12 +68,14 @@ def times(ops, logits, mass, calls, temperature, top_k, top_p, min_p):
     drafts = put(ops, [np.arange(rows)], "i32")
     own = ops.array((rows, vocab), "f32")
     kinds = {
-        "sample": lambda: plain.draw(backend, logits, vocab, where, slot, where, vocab, key, law, ids, None),
+        "sample": lambda: plain.draw(
+            backend, logits, vocab, where, slot, where, vocab, (1, 0), key, law, ids, None
+        ),
         "propose": lambda: plain.draw(
-            backend, logits, vocab, where, slot, where, vocab, key, law, ids, None, own, plain.DRAFT
+            backend, logits, vocab, where, slot, where, vocab, (1, 0), key, law, ids, None, own, plain.DRAFT
         ),
         "reject": lambda: plain.accept_or_redraw(
-            backend, logits, where, vocab, key, law, drafts, mass, ids, None
+            backend, logits, where, vocab, (1, 0), key, law, drafts, mass, ids, None
         ),
     }
     found = {}

@@ -162,8 +162,8 @@ class Layers(RandomWeights):
     def route(self, i):
         expert, share, first, order = self.routes[i]
         self.ops.route(
-            self.x, self.norm, 1e-6, self.routers[i], self.biases[0], 1, self.pos, self.touched, self.work,
-            self.u, expert, share, first, order,
+            self.x, self.norm, None, 1e-6, self.routers[i], self.biases[0], 1, None, self.pos,
+            self.touched, self.work, self.u, expert, share, first, order,
         )  # fmt: skip
 
     def up(self, i):
@@ -181,6 +181,7 @@ class Layers(RandomWeights):
             share,
             first,
             order,
+            1,
             None,
             0,
             self.x,

@@ -38,6 +38,7 @@ PARTS = {
         "tests/test_lossless.py",
         "tests/test_true_shape.py",
         "tests/test_mixtures.py",
+        "tests/test_gemma_pair.py",
         "tests/test_carried.py",
     ],
     "sampling": ["tests/test_sampling*.py"],

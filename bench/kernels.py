@@ -77,7 +77,7 @@ def calls(bench, model, rows):
     def qkv(i):
         weights = wq[i % len(wq)], wkv[(i + 1) % len(wkv)]
         cache = caches[0][0], caches[1][0]
-        norms = head_norm, head_norm
+        norms = head_norm, head_norm, None
         fast.qkv(bench, x, norm, eps, *weights, None, None, *norms, *turn, *cache, work, q)
 
     def inject(i):

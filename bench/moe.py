@@ -1,7 +1,7 @@
 """Targets with experts at true shape, random weights: plain, verify, draft and round, bytes as really
 touched.
 
-    python bench/moe.py [--shapes qwen3-coder-30b-a3b gpt-oss-20b gpt-oss-120b] [--context 2048] [--cap GB]
+    python bench/moe.py [--shapes gpt-oss-20b gemma-4-26b-a4b ...] [--context 2048] [--cap GB]
 
 Two routings: "random", rows of random tokens; "alike", all rows the same experts, as benches with dummy
 weights have it: the router's weights are zeros. Distinct experts are counted on the device in every part; a
@@ -28,6 +28,7 @@ from minidflash.request import Request, release, reserve
 from minidflash.state import device_ids
 
 WIDTHS = 1, 4, 8, 16
+MIXTURES = [name for name, sizes in SIZES.items() if sizes.E]
 
 
 def parts(engine, s):
@@ -111,7 +112,7 @@ def measure(ops, shape, context, repeat, bandwidth, prompt):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", nargs="+", default=["qwen3-coder-30b-a3b", "gpt-oss-120b", "gpt-oss-20b"])
+    parser.add_argument("--shapes", nargs="+", default=MIXTURES)
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--prompt", type=int, default=2048)
     parser.add_argument("--repeat", type=int, default=15)

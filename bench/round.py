@@ -19,6 +19,7 @@ from shapes import SHAPES, fill_caches, pass_bytes, random_engine, set_context
 import minidflash as md
 from minidflash import drafter as draft
 from minidflash import target as target_pass
+from minidflash.costs import key_bytes
 from minidflash.loop import one_round, prefill
 from minidflash.request import Request, release, reserve
 from minidflash.sampling import Sampling
@@ -140,8 +141,7 @@ def measure(ops, name, contexts, repeat, bandwidth, tokens, prompt):
     found["contexts"] = []
     for context in contexts:
         times = parts(engine, s, context, repeat)
-        kv = context * item * sum(engine.target.config.each("kv_rows"))
-        own = context * item * sum(engine.drafter.config.each("kv_rows"))
+        kv, own = (key_bytes(one.config, context, item) for one in (engine.target, engine.drafter))
         floors = {
             "plain": target + kv,
             "draft": drafter + head + own,

@@ -8,11 +8,11 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from minidflash.kernels.sizes import SIZES
-from minidflash.kernels.table import CLAMPED, SILU
+from minidflash.kernels.table import CLAMPED, GELU_TANH, SILU
 from minidflash.kernels.weight import EXPERT_PAIRS, EXPERTS
-from minidflash.weights import names
+from minidflash.weights import drafter_names, names
 
-from minidflash.engine import Engine, build
+from minidflash.engine import Engine, build, in_type
 from minidflash.fit import positions_of
 from minidflash.rope import Rope, rope_tables
 from minidflash.stack import DrafterConfig, Experts, Layer, ModelConfig
@@ -54,27 +54,54 @@ class RandomTensor:
 def configs(shape, positions):
     """(ModelConfig, DrafterConfig) of a named shape."""
     m = SIZES[shape]
-    d = m.drafter
     facts = {"scale": m.K**-0.5, "attention_bias": m.bias, "qk_norm": m.family.startswith("qwen3")}
+    if m.full:
+        return gemma4(m, positions)
     if m.E:
         gpt_oss = {"normalise": True, "limit": 7.0, "alpha": 1.702, "bias": True} if m.bias else {}
         layout = "mxfp4" if m.experts == "mxfp4" else "separate"
         facts |= {"ffn": "experts", "sinks": m.bias, "act": CLAMPED if m.bias else SILU}
         facts["experts"] = Experts(m.E, m.U, layout, **gpt_oss)
     own = tuple(Layer(m.H, m.G, m.K, m.F, window=window, **facts) for window in m.windows)
-    drafting = Layer(d.H, d.G, d.K, d.F, causal=False, scale=d.K**-0.5, qk_norm=True, attention_bias=m.bias)
-    shared = {"width": m.D, "ropes": (Rope(m.theta),), "eps": 1e-6, "vocab": m.V, "max_positions": positions}
+    return pair_of(m, own, positions, Rope(m.theta))
+
+
+def gemma4(m, positions):
+    """The same of a shape whose full layers have sizes of their own."""
+    facts = {"scale": 1.0, "qk_norm": True, "v_norm": True, "end_norms": True, "end_scale": True,
+             "act": GELU_TANH}  # fmt: skip
+    if m.E:
+        experts = Experts(m.E, m.U, "stacked", own_norm=True)
+        facts |= {"ffn": "mlp_and_experts", "experts": experts, "dense_width": m.dense}
+    groups, size = m.full
+    own = tuple(
+        Layer(m.H, m.G, m.K, m.F, window=window, **facts) if window
+        else Layer(m.H, groups, size, m.F, rope=1, shares_kv=True, **facts)
+        for window in m.windows
+    )  # fmt: skip
+    ropes = Rope(m.theta), Rope(1e6, "proportional", partial_rotary_factor=0.25)
+    more = {"embed_scale": m.D**0.5, "soft_cap": 30.0}
+    return pair_of(m, own, positions, *ropes, theta=1e6, **more)
+
+
+def pair_of(m, own, positions, *ropes, theta=None, **more):
+    """Configs of a target with these layers and of its drafter. theta: of the drafter's rope, where it is not
+    the target's."""
+    d = m.drafter
+    drafting = tuple(
+        Layer(d.H, d.G, d.K, d.F, window=window, causal=window > 0, sees_block=window > 0, scale=d.K**-0.5,
+              qk_norm=True, attention_bias=m.bias)
+        for window in (d.window,) * (d.layers - 1) + (0,)
+    )  # fmt: skip
+    shared = {"width": m.D, "eps": 1e-6, "vocab": m.V, "max_positions": positions}
     target = ModelConfig(
-        layers=own, family=m.family, tied=m.tied, stop_ids=(), bos_id=None, dtype="bfloat16", **shared
-    )
+        layers=own, ropes=ropes, family=m.family, tied=m.tied, stop_ids=(), bos_id=None, dtype="bfloat16",
+        **shared, **more,
+    )  # fmt: skip
     drafter = DrafterConfig(
-        layers=(drafting,) * d.layers,
-        block=d.block,
-        mask_id=m.V - 1,
-        taps=d.taps,
-        target_layers=m.layers,
-        **shared,
-    )
+        layers=drafting, ropes=(Rope(theta),) if theta else ropes, block=d.block, mask_id=m.V - 1,
+        taps=d.taps, target_layers=m.layers, **shared,
+    )  # fmt: skip
     return target, drafter
 
 
@@ -103,9 +130,10 @@ def random_engine(ops, shape, ctx, seed=0, chunk=None):
     dense = {name: named for name, named in table.items() if name not in of_experts}
     big = build(ops, target, random_bound(dense, rng), tables)
     put_experts(ops, big, of_experts, rng)
-    small = build(ops, drafter, random_bound(names.drafter_table(drafter), rng), tables)
+    small = build(ops, drafter, random_bound(drafter_names.drafter_table(drafter), rng), tables)
     big.embed, big.head = big.weights["embed"], big.weights.get("head", big.weights["embed"])
     small.embed, small.head = big.embed, big.head
+    big.embed_scale = small.embed_scale = in_type(target.embed_scale, "BF16")
     big.ids = small.ids = target.vocab
     seconds = time.perf_counter() - since
     engine = Engine(

@@ -137,14 +137,14 @@ def check(row, args, activations):
                 raise ValueError(f"{where}: {dim} is {size}, elsewhere {known[dim]}")
     for where, dims, shape in later:
         for dim, size in zip(dims, shape, strict=True):
-            if not dim.isalpha() and expected(dim, known) != size:
-                raise ValueError(f"{where}: {dim} is {size}, needed {expected(dim, known)}")
+            if not dim.isalpha() and size not in (fitting := [expected(d, known) for d in dim.split("|")]):
+                raise ValueError(f"{where}: {dim} is {size}, needed {' or '.join(map(str, fitting))}")
 
 
 def expected(dim, known):
-    """Value of a sum of products of letters and numbers, e.g. "2*G*K" or "B+3"."""
+    """Value of a sum of products of letters and numbers, e.g. "2*G*K" or "B+3"; of alternatives the first."""
     total = 0
-    for term in dim.split("+"):
+    for term in dim.split("|")[0].split("+"):
         product = 1
         for factor in term.split("*"):
             product *= known[factor] if factor.isalpha() else int(factor)

@@ -9,7 +9,7 @@ of integers: oracle_control.py.
 
 import numpy as np
 
-from .oracle_control import accept, stage, stage_context  # noqa: F401 rows of the table too
+from .oracle_control import accept, stage, stage_context, widen  # noqa: F401 rows of the table too
 from .table import GELU_TANH, SILU
 
 # ---- plain equations ---------------------------------------------------------------------------------------
@@ -108,11 +108,13 @@ def embed(ids, table, scale):
 
 
 def qkv(
-    x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot, pos, at, cache_k, cache_v, work
-):
-    """q = rope(qnorm(Wq n(x))); k and v likewise (v plain) go to the caches as key `at` of the slot.
+    x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, v_norm, cos, sin, slot, pos, at, cache_k,
+    cache_v, work,
+):  # fmt: skip
+    """q = rope(qnorm(Wq n(x))); k likewise and v = vnorm(Wv n(x)) go to the caches as key `at` of the slot.
 
-    norm None: of x itself. Returns q: (T, H, K).
+    norm None: of x itself. Where wkv has no rows for them, values are what k is before its norm. Returns q:
+    (T, H, K).
     """
     groups, room, size = cache_k.shape[1:]
     q = np.zeros((len(x), wq.rows // size, size))
@@ -121,11 +123,14 @@ def qkv(
             continue
         y = normed(real(x[t]), norm, eps)
         head = product(y, matrix(wq), q_bias).reshape(-1, size)
-        k, v = product(y, matrix(wkv), kv_bias).reshape(2, groups, size)
+        kv = product(y, matrix(wkv), kv_bias).reshape(-1, groups, size)
+        k, v = kv[0], kv[-1]
         if q_norm is not None:
             head = rmsnorm(head, q_norm, eps)
         if k_norm is not None:
             k = rmsnorm(k, k_norm, eps)
+        if v_norm is not None:
+            v = rmsnorm(v, v_norm, eps)
         c, s = real(cos[pos[t]]), real(sin[pos[t]])
         q[t] = rope(head, c, s)
         store(rope(k, c, s), cache_k[slot[t], :, at[t] % room])
@@ -165,6 +170,17 @@ def linear_add(a, w, bias, norm, eps, scale, tap_row, tap_at, x, taps, work):
             taps[tap_row[t], tap_at : tap_at + x.shape[1]] = x[t]
 
 
+def join(a, b, a_norm, b_norm, norm, eps, scale, tap_row, tap_at, x, taps):
+    """x = scale * (x + n(n(a) a_norm + n(b) b_norm) norm): what ends an mlp and experts side by side; taps
+    as in linear_add. Source: models.md 5."""
+    for t in range(len(a)):
+        both = rmsnorm(real(a[t]), a_norm, eps) + rmsnorm(real(b[t]), b_norm, eps)
+        y = real(x[t]) + rmsnorm(both, norm, eps)
+        store(y if scale is None else scale[0] * y, x[t])
+        if taps is not None and tap_row[t] >= 0:
+            taps[tap_row[t], tap_at : tap_at + x.shape[1]] = x[t]
+
+
 def gate_up(x, norm, eps, act, w, work):
     """h = act(Wg n(x)) * (Wu n(x)), (T, F); w holds gate rows, then up rows. norm None: of x itself."""
     return np.stack([_gated(product(normed(real(row), norm, eps), matrix(w)), act) for row in x])
@@ -189,17 +205,23 @@ MASS = 2.0**43  # of the likeliest id: integers, so that no sum of masses depend
 GREEDY_BELOW = float(np.float32(1e-5))  # temperatures from 0 to here name the likeliest id
 
 
-def masses(logits, temperature, top_k, top_p, min_p):
+def soft_cap(logits, multiplier, cap):
+    """What laws are made from: cap * tanh(multiplier * z / cap) of bare logits z; cap 0: multiplier * z."""
+    return cap * np.tanh(logits * multiplier / cap) if cap else logits * multiplier
+
+
+def masses(logits, multiplier, cap, temperature, top_k, top_p, min_p):
     """Integer mass of every id under the filtered law: round(2^43 p / p of the likeliest), 0 if dropped.
 
     Filters in transformers' order; each keeps the first ids by falling logit,
     of equal ones the smallest id first.
     top_k: so many (0: all). top_p: those before which less than this share of what top_k left has passed.
-    min_p: those with at least this share of the likeliest's probability. logits: (V,) float64, finite.
+    min_p: those with at least this share of the likeliest's probability. logits: (V,) float64, bare, finite.
     """
     best = logits.max()
     with np.errstate(over="ignore"):
-        mass = np.floor(np.exp(np.where(logits == best, 0.0, (logits - best) / temperature)) * MASS + 0.5)
+        below = soft_cap(logits, multiplier, cap) - soft_cap(best, multiplier, cap)
+        mass = np.floor(np.exp(np.where(logits == best, 0.0, below / temperature)) * MASS + 0.5)
     order = np.lexsort((np.arange(len(logits)), -logits))
     if top_k:
         order = order[:top_k]
@@ -226,8 +248,8 @@ def philox(key, counter):
 DRAW, DRAFT, ACCEPT, RESIDUAL = range(4)  # what a random number is for
 
 
-def law_of(x, norm, eps, w, limit, top_k, temperature, top_p, min_p):
-    """(logits below the limit, masses of their filtered law) of a row of activations.
+def law_of(x, norm, eps, w, limit, multiplier, cap, top_k, temperature, top_p, min_p):
+    """(bare logits below the limit, masses of their filtered law) of a row of activations.
 
     Temperatures below 1e-5 give all the mass to the smallest argmax. Where a logit is not finite there is no
     law: all the mass is id 0's, and the logits are None. Logits are rounded to f32 first, as in head.
@@ -237,8 +259,10 @@ def law_of(x, norm, eps, w, limit, top_k, temperature, top_p, min_p):
     if not np.isfinite(logits).all():
         kept[0] = MASS
         return None, kept
+    if temperature >= GREEDY_BELOW:
+        return logits, masses(logits, multiplier, cap, temperature, top_k, top_p, min_p)
     kept[np.argmax(logits)] = MASS
-    return logits, kept if temperature < GREEDY_BELOW else masses(logits, temperature, top_k, top_p, min_p)
+    return logits, kept
 
 
 def draw(kept, key, position, purpose):
@@ -259,43 +283,46 @@ def random_bits(key, position, purpose):
     return high_bits << 32 | low_bits
 
 
-def log_probabilities(logits, kept, chosen):
+def log_probabilities(logits, multiplier, cap, kept, chosen):
     """Of the chosen id, under the filtered law and the model's own (temperature 1, ids below the limit)."""
-    every = float(masses(logits, 1.0, 0, 1.0, 0.0).sum()) / MASS
+    every = float(masses(logits, multiplier, cap, 1.0, 0, 1.0, 0.0).sum()) / MASS
+    logits = soft_cap(logits, multiplier, cap)
     return np.log(float(kept[chosen]) / float(kept.sum())), logits[chosen] - logits.max() - np.log(every)
 
 
-def sample(x, pick, slot, pos, norm, eps, w, limit, key, law, ids, logprob, work):
+def sample(x, pick, slot, pos, norm, eps, w, limit, multiplier, cap, key, law, ids, logprob, work):
     """ids[r] = a draw from the filtered law of (W n(x[r]))[:limit];
     of two laws its log-probability, where asked for.
 
     key[n]: seed (low, high word), number of the sample, top_k. law[n]: temperature, top_p, min_p. A row with
     a logit that is not finite gets id -1 and log-probabilities of -infinity.
     """
+    curve = multiplier, cap
     for r in pick:
         if pos[r] >= 0:
             n = slot[r]
-            logits, kept = law_of(x[r], norm, eps, w, limit, key[n][3], *map(float, law[n]))
+            logits, kept = law_of(x[r], norm, eps, w, limit, *curve, key[n][3], *map(float, law[n]))
             ids[r] = -1 if logits is None else draw(kept, key[n], int(pos[r]) + 1, DRAW)
             if logprob is not None:
-                logprob[r] = -np.inf if logits is None else log_probabilities(logits, kept, ids[r])
+                logprob[r] = -np.inf if logits is None else log_probabilities(logits, *curve, kept, ids[r])
 
 
-def propose(x, pick, slot, pos, norm, eps, w, limit, key, law, ids, mass, work):
+def propose(x, pick, slot, pos, norm, eps, w, limit, multiplier, cap, key, law, ids, mass, work):
     """As sample, for the drafter: a draft is for the row's own position, by random numbers of its own.
 
     mass[r]: the integer masses of the law that ids[r] was drawn from, rounded to f32; 0 from the limit on.
     """
+    curve = multiplier, cap
     for r in pick:
         if pos[r] >= 0:
             n = slot[r]
-            _, kept = law_of(x[r], norm, eps, w, limit, key[n][3], *map(float, law[n]))
+            _, kept = law_of(x[r], norm, eps, w, limit, *curve, key[n][3], *map(float, law[n]))
             mass[r] = 0
             mass[r, :limit] = kept
             ids[r] = draw(mass[r].astype(np.uint64), key[n], int(pos[r]), DRAFT)
 
 
-def reject(x, pos, norm, eps, w, limit, key, law, drafts, mass, ids, logprob, work):
+def reject(x, pos, norm, eps, w, limit, multiplier, cap, key, law, drafts, mass, ids, logprob, work):
     """ids[r] = the token after row r by rejection sampling: the draft that follows, or another in its place.
 
     The rows of slot n are n * v .. n * v + v - 1. p: the filtered law of row r, as in sample. q: that of the
@@ -305,12 +332,12 @@ def reject(x, pos, norm, eps, w, limit, key, law, drafts, mass, ids, logprob, wo
     Logits that are not finite: as in sample.
     Source: Leviathan et al. 2023.
     """
-    width = len(x) // len(key)
+    width, curve = len(x) // len(key), (multiplier, cap)
     for r in range(len(x)):
         n, i = divmod(r, width)
         if pos[r] < 0:
             continue
-        logits, kept = law_of(x[r], norm, eps, w, limit, key[n][3], *map(float, law[n]))
+        logits, kept = law_of(x[r], norm, eps, w, limit, *curve, key[n][3], *map(float, law[n]))
         position, left, purpose = int(pos[r]) + 1, kept, DRAW
         ids[r] = -1
         if logits is None:
@@ -327,12 +354,13 @@ def reject(x, pos, norm, eps, w, limit, key, law, drafts, mass, ids, logprob, wo
         if ids[r] < 0:
             ids[r] = draw(left, key[n], position, purpose)
         if logprob is not None:
-            logprob[r] = log_probabilities(logits, kept, ids[r])
+            logprob[r] = log_probabilities(logits, *curve, kept, ids[r])
 
 
-def head_logits(x, norm, eps, w, work):
-    """logits = W n(x): (T, V)."""
-    return np.stack([product(rmsnorm(real(row), norm, eps), matrix(w)) for row in x])
+def head_logits(x, norm, eps, w, multiplier, cap, work):
+    """logits = W n(x), scaled and capped: (T, V)."""
+    bare = np.stack([product(rmsnorm(real(row), norm, eps), matrix(w)) for row in x])
+    return soft_cap(bare, multiplier, cap)
 
 
 def fuse(taps, w, norm, eps, work):

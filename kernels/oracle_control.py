@@ -73,3 +73,20 @@ def accept(drafts, choice, stop, start, anchor, fresh, left, done, record, kept)
             anchor[n] = tokens[emitted - 1]
         record[n, [EMITTED, ACCEPTED, WHY]] = emitted, accepted, done[n]
         kept[n] = emitted
+
+
+def widen(pick, pos, names, narrow, ids, mass):
+    """Ids and laws of a reduced head become the target's: number n of the head is id names[n].
+
+    ids[r], mass[r]: of the picked rows that are active. narrow: masses over the head's numbers, None where no
+    law is kept. An id of -1 stays.
+    """
+    for r in pick:
+        if pos[r] < 0:
+            continue
+        if ids[r] >= 0:
+            ids[r] = names[ids[r]]
+        if mass is not None:
+            has_mass = np.asarray(narrow[r]) > 0
+            mass[r] = 0
+            mass[r, names[has_mass]] = narrow[r][has_mass]

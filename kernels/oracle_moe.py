@@ -52,15 +52,21 @@ def group(expert, experts):
     return first, np.concatenate([*groups, np.full(len(flat) - first[-1], -1)])
 
 
-def route(x, norm, eps, w, bias, normalise, pos, touched, work, u, expert, share, first, order):
-    """u = n(x) * norm, as stored; of W u + bias, rounded to f32 first as in head,
-    the experts of each row and their groups."""
+def route(
+    x, norm, u_norm, eps, w, bias, normalise, expert_scale, pos, touched, work, u, expert, share, first, order
+):
+    """Of W r + bias, r = n(x) * norm as stored, rounded to f32 first as in head, the experts of each row and
+    their groups; a share times its expert's scale. u = r, or n(x) * u_norm."""
     for t in range(len(x)):
         u[t], expert[t], share[t] = 0, -1, 0
         if pos[t] >= 0:
-            oracle.store(oracle.rmsnorm(oracle.real(x[t]), norm, eps), u[t])
+            oracle.store(oracle.rmsnorm(oracle.real(x[t]), norm, eps), u[t])  # rounded, then read
             logits = oracle.product(oracle.real(u[t]), oracle.matrix(w), bias).astype(np.float32)
             expert[t], share[t] = choose(logits.astype(np.float64), expert.shape[1], normalise)
+            if expert_scale is not None:
+                share[t] *= expert_scale[expert[t]]
+            if u_norm is not None:
+                oracle.store(oracle.rmsnorm(oracle.real(x[t]), u_norm, eps), u[t])
     first[:], order[:] = group(expert, w.shape[0])
     touched[0] += np.count_nonzero(np.diff(first))
 
@@ -80,13 +86,15 @@ def experts_up(u, w, bias, expert, first, order, act, limit, alpha, work):
     return h
 
 
-def experts_down(h, w, bias, expert, share, first, order, tap_row, tap_at, x, taps, work):
-    """x[t] += sum over k of share[t, k] * (W h[t, k] + bias) of its expert, rounded once;
-    taps as in linear_add."""
+def experts_down(h, w, bias, expert, share, first, order, adds, tap_row, tap_at, x, taps, work):
+    """x[t] += sum over k of share[t, k] * (W h[t, k] + bias) of its expert, rounded once; taps as in
+    linear_add. adds 0: x[t] is that sum, and inactive rows are 0."""
     for t in range(len(x)):
         if expert[t, 0] < 0:
+            if not adds:
+                x[t] = 0
             continue
-        total = oracle.real(x[t])
+        total = oracle.real(x[t]) if adds else np.zeros(x.shape[1])
         for e, part, row in zip(expert[t], share[t], h[t], strict=True):
             total += part * oracle.product(
                 oracle.real(row), oracle.matrix(w)[e], None if bias is None else bias[e]

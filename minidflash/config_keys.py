@@ -25,34 +25,51 @@ FIXED = {
     "tie_encoder_decoder": False,
 }  # fmt: skip
 DRAFTER_FIXED = {
-    "input_embedding_scale": 1, "output_multiplier": 1, "final_logit_softcapping": None, "use_swa": False,
+    "use_swa": False,
     "sample_from_anchor": False, "causal_head": False, "attention_sink_bias": False,
     "attention_value_scale": 1, "projector_type": None, "shift_label": False,
 }  # fmt: skip
 DRAFTER_NESTED = (
     "block_size", "num_target_layers", "target_layer_ids", "mask_token_id", "is_causal", "causal",
-    "input_embedding_scale", "output_multiplier", "final_logit_softcapping",
+    "input_embedding_scale", "output_multiplier", "final_logit_softcapping", "draft_vocab_size",
+    "sample_from_anchor", "sliding_window_non_causal", "target_hidden_size", "speculative_tokens",
+    "value_length", "rope_dimensions",
 )  # fmt: skip
 
+MOST_LAYERS = 1024  # that are believed where the files are not at hand
 LARGEST = 2**31 - 1  # ids, positions and sizes are 32-bit numbers in every kernel
 
 
 class Reader:
-    """One config.json being read: checked values out, the keys they came from in `sources`."""
+    """One config.json being read: checked values out, the keys they came from in `sources`.
 
-    def __init__(self, config, label, tensors=None):
+    spelled: key -> what the file calls it, where it is no config.json of transformers. body: what stands
+    before keys that are not there.
+    """
+
+    def __init__(self, config, label, tensors=None, spelled=None, body=""):
         if not isinstance(config, dict):
             raise UserError(f"{label} config.json holds a {type(config).__name__}, need an object")
         self.config, self.label, self.sources, self.used = config, label, {}, set()
         self.tensors = tensors  # what the files hold, by name; None: not known
+        self.spelled, self.body = spelled or {}, body
         self.nested = config.get("dflash_config") or {}
         if not isinstance(self.nested, dict):
             self.refuse("dflash_config", self.nested, "an object")
 
+    def said(self, key):
+        """What the file calls a key, or a part of its value."""
+        for name in (key, "dflash_config." + key):
+            if name in self.spelled:
+                return self.spelled[name]
+        whole, dot, part = key.partition(".")
+        return self.spelled.get(whole, whole) + dot + part
+
     def refuse(self, key, found, needed, hint=None):
-        raise UserError(f"{self.label} config: {key} is {told(found)}, need {needed}", hint=hint)
+        raise UserError(f"{self.label} config: {self.said(key)} is {told(found)}, need {needed}", hint=hint)
 
     def missing(self, key, hint=None):
+        key = self.said(key) if self.said(key) != key else self.body + key
         raise UserError(f"{self.label} config: {key} is missing, and it has no safe default", hint=hint)
 
     def value(self, fact, *keys):
@@ -62,7 +79,7 @@ class Reader:
         for place, prefix in places if keys[0] in DRAFTER_NESTED else places[1:]:
             for key in keys:
                 if place.get(key) is not None:
-                    self.sources[fact] = prefix + key
+                    self.sources[fact] = self.said(prefix + key)
                     return place[key]
         return None
 
@@ -72,7 +89,7 @@ class Reader:
         if found is None:
             if default is None:
                 self.missing(key, hint)
-            self.sources[fact] = f"{key} is absent"
+            self.sources[fact] = f"{self.said(key)} is absent"
             return default
         return self.checked(self.sources[fact], found, kind, low, high)
 
@@ -90,8 +107,17 @@ class Reader:
             self.refuse(self.sources[fact], found, "true or false")
         return default if found is None else found
 
-    def sizes(self, bias=False):
-        """(width, eps, facts of all layers by name, how many): what targets and drafters share."""
+    def unused(self, condition, *keys):
+        """Keys that say nothing here must not be there: `condition` is false."""
+        for key in keys:
+            if (found := self.value(key, key)) is not None:
+                self.refuse(key, found, f"null: {condition} is not true")
+
+    def sizes(self, bias=False, rope_kinds=()):
+        """(width, eps and ropes, facts of all layers by name, how many): what targets and drafters share.
+
+        rope_kinds: kinds of layers that have a rope each; (): one for all.
+        """
         width = self.number("width", "hidden_size", int, 1)
         heads = self.number("heads", "num_attention_heads", int, 1)
         kv_heads = self.number("kv_heads", "num_key_value_heads", int, 1, default=heads)
@@ -105,7 +131,7 @@ class Reader:
         eps = self.number("eps", "rms_norm_eps", float, 0)
         if eps == 0:
             self.refuse("rms_norm_eps", eps, "more than 0")
-        rope = self.rope()
+        ropes = self.ropes(rope_kinds) if rope_kinds else (self.rope(),)
         self.sources["ropes"] = self.sources["rope"]
         layers = self.layers()
         facts = {
@@ -113,17 +139,37 @@ class Reader:
             "ffn_width": self.number("ffn_width", "intermediate_size", int, 1),
             "attention_bias": self.flag("attention_bias", "attention_bias", bias),
         }  # fmt: skip
-        return {"width": width, "eps": eps, "ropes": (rope,)}, facts, layers
+        return {"width": width, "eps": eps, "ropes": ropes}, facts, layers
 
     def layers(self):
         """How many layers; of each there are tensors, so lists and tables of a false number are never
         made."""
-        layers = self.number("layers", "num_hidden_layers", int, 1)
-        if self.tensors is not None and layers > len(self.tensors):
+        is_unknown = self.tensors is None
+        layers = self.number("layers", "num_hidden_layers", int, 1, high=MOST_LAYERS if is_unknown else None)
+        if not is_unknown and layers > len(self.tensors):
             self.refuse(
                 "num_hidden_layers", layers, f"fewer: the files hold {len(self.tensors)} tensors in all"
             )
         return layers
+
+    def ropes(self, kinds):
+        """The rope of each kind of layer: rope_parameters holds them by its name, in both spellings."""
+        found = self.value("rope", "rope_parameters")
+        if not isinstance(found, dict) or set(found) != set(kinds):
+            self.refuse("rope_parameters", found, "an object with " + " and ".join(kinds))
+        ropes = []
+        for kind in kinds:
+            name, given = f"rope_parameters.{kind}", found[kind]
+            if not isinstance(given, dict):
+                self.refuse(name, given, "an object")
+            given = dict(given)
+            if given.get("rope_theta") is None:
+                self.missing(f"{name}.rope_theta")
+            theta = self.checked(f"{name}.rope_theta", given.pop("rope_theta"), float, 1)
+            self.sources["rope"] = f"{name}.rope_theta"
+            ropes.append(self._rope(name, theta, given))
+        self.sources["rope"] = "rope_parameters"
+        return tuple(ropes)
 
     def divisors(self, key, found):
         """One number above 0 for every frequency, as a tuple."""
@@ -153,12 +199,16 @@ class Reader:
             self.refuse("rope_scaling", old, f"the same as rope_parameters = {new!r}")
         self.sources["rope"] = "rope_theta" if theta is None else f"{name}.rope_theta"
         theta = self.checked(self.sources["rope"], top if theta is None else theta, float, 1)
+        return self._rope(name, theta, given)
+
+    def _rope(self, name, theta, given):
+        """A rope of the keys that are left."""
         kinds = [given.pop(key) for key in ("rope_type", "type") if key in given] or ["default"]
         kind = kinds[0]
         if len(set(map(str, kinds))) > 1 or not isinstance(kind, str) or kind not in ROPE_KEYS:
             key = f"{name}.rope_type"
             self.refuse(key, kind if len(kinds) == 1 else kinds, "one of " + ", ".join(ROPE_KEYS))
-        if given.get("partial_rotary_factor") == 1:
+        if given.get("partial_rotary_factor") == 1 and kind != "proportional":
             del given["partial_rotary_factor"]
         fields = {}
         for key, default in ROPE_KEYS[kind].items():
@@ -172,7 +222,8 @@ class Reader:
                     self.refuse(f"{name}.{key}", found, "true or false")
             elif found is not None:
                 whole = key == "original_max_position_embeddings"
-                found = self.checked(f"{name}.{key}", found, int if whole else float, 1 if whole else 0)
+                most = 1 if key == "partial_rotary_factor" else None
+                found = self.checked(f"{name}.{key}", found, int if whole else float, 1 if whole else 0, most)
                 if found == 0 and key in ("factor", "low_freq_factor", "beta_fast", "beta_slow"):
                     self.refuse(f"{name}.{key}", found, "more than 0")
             fields[key] = default if found is None else found
@@ -210,7 +261,8 @@ class Reader:
     def finish(self, fixed):
         """Refuse every key that was neither read nor known to be harmless, naming it."""
         for key, found in self.nested.items():
-            self._known("dflash_config." + key, found, fixed, key, key in DRAFTER_NESTED)
+            is_read = key in DRAFTER_NESTED and key in self.used
+            self._known("dflash_config." + key, found, fixed, key, is_read)
         for key, found in self.config.items():
             harmless = key in self.used or key in IGNORED or key.startswith("_") or key == "dflash_config"
             self._known(key, found, fixed, key, harmless)

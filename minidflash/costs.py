@@ -11,6 +11,7 @@ from math import prod
 
 from minidflash.kernels.roofline import PEAKS
 from minidflash.kernels.weight import EXPERT_PAIRS, EXPERTS, TABLE, VECTOR
+from minidflash.weights.names import IDS, MARKS
 
 WIDTHS = 4, 8, 16  # rows of verify passes
 
@@ -62,8 +63,9 @@ def steps(pair, keys, item):
     found = [_verify("plain", target, 1, head, keys, item)]
     if drafter is None:
         return found
-    own = sum(one.nbytes for one in drafter.bound.values() if one.role != VECTOR)
-    draft = Step("draft", drafter.config.block, None, own + head + key_bytes(drafter.config, keys, item))
+    own = sum(one.nbytes for one in drafter.bound.values() if one.role not in (VECTOR, TABLE, IDS, MARKS))
+    borrowed = 0 if "head" in drafter.bound else head
+    draft = Step("draft", drafter.config.block, None, own + borrowed + key_bytes(drafter.config, keys, item))
     found.append(draft)
     for width in dict.fromkeys(min(width, drafter.config.block) for width in WIDTHS):
         verify = _verify(f"verify {width}", target, width, head, keys, item)
@@ -93,4 +95,4 @@ def _verify(name, target, rows, head, keys, item):
 
 def key_bytes(stack, keys, item):
     """Bytes of the keys and values that one row sees; the rows of a block see nearly the same."""
-    return sum(min(layer.window or keys, keys) * layer.kv_rows * item for layer in stack.layers)
+    return sum(min(layer.window or keys, keys) * layer.kv_width * item for layer in stack.layers)

@@ -41,7 +41,7 @@ def draft_rows(ops, model, s):
     """
     rows = s.draft_rows
     ops.stage(s.anchor, s.start, s.fresh, s.done, s.masks, *rows.staged)
-    ops.embed(rows.ids, model.embed, 1.0, rows.x)
+    ops.embed(rows.ids, model.embed, model.embed_scale, rows.x)
     for i, cache in enumerate(s.drafter_caches):
         run_layer(ops, model, i, rows, cache, s.work)
 
@@ -49,12 +49,18 @@ def draft_rows(ops, model, s):
 def choose_drafts(ops, model, s, drafted_rows):
     """s.drafts of those rows: the likeliest ids, or, where s.mass keeps their laws, drawn ones.
 
-    No id is proposed that the target cannot choose (model.ids).
+    No id is proposed that the target cannot choose (model.ids). A reduced head's own numbers become the
+    target's ids (model.names).
     """
     rows, drafts = s.draft_rows, s.drafts.reshape(-1)
     ranked = model.weights["norm"], model.config.eps, model.head, model.ids
     if s.mass is None:
         ops.head(rows.x, drafted_rows, *ranked, drafts, s.work)
-        return
-    mass = s.mass.reshape(len(drafts), -1)
-    ops.propose(rows.x, drafted_rows, rows.slot, rows.pos, *ranked, s.key, s.law, drafts, mass, s.work)
+        narrow = mass = None
+    else:
+        mass = s.mass.reshape(len(drafts), -1)
+        narrow = mass if s.narrow is None else s.narrow.reshape(len(drafts), -1)
+        where, curve = (drafted_rows, rows.slot, rows.pos), model.config.curve
+        ops.propose(rows.x, *where, *ranked, *curve, s.key, s.law, drafts, narrow, s.work)
+    if model.names is not None:
+        ops.widen(drafted_rows, rows.pos, model.names, narrow, drafts, mass)

@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from .drafter import draft
@@ -18,9 +19,10 @@ class Model:
     """A stack with its weights on the backend.
 
     config: a Stack. weights: by our names; layers: one dict a layer. embed, head: the tables it reads ids
-    from and ranks them with; a drafter's are its target's. tables: (cos, sin) of each layer, (P, J) f32. ids:
-    it chooses ids below this: what the target's tokenizer knows, so that no padding row of a head is ever
-    drawn.
+    from, times embed_scale, and ranks them with; a drafter's are its target's. tables: (cos, sin) of each
+    layer, (P, J) f32. ids: it chooses ids below this: what the target's tokenizer knows, so that no padding
+    row of a head is ever drawn. names: i32, the target's ids of a reduced head's rows, of which `ids` counts
+    the first ones.
     """
 
     config: Any
@@ -28,8 +30,10 @@ class Model:
     layers: list
     tables: list
     embed: Any = None
+    embed_scale: float = 1.0
     head: Any = None
     ids: int = 0
+    names: Any = None
     nbytes: int = 0
 
 
@@ -84,6 +88,7 @@ def load(
     Returns an Engine. Errors: UserError, with .hint. Source: engine.md 4-6.
     """
     from minidflash.kernels import open_ops
+    from minidflash.weights.drafter_names import target_ids
     from minidflash.weights.manifest import start_check
 
     begun = time.perf_counter()
@@ -105,6 +110,7 @@ def load(
     model = build(ops, config, pair.target.bound, tables, progress)
     model.embed = model.weights["embed"]
     model.head = model.weights.get("head", model.embed)
+    model.embed_scale = in_type(config.embed_scale, pair.target.bound["embed"].parts[0].dtype)
     model.ids, stop_ids = config.vocab, frozenset(config.stop_ids)
     if tokenizer:
         model.ids = min(model.ids, max(1, tokenizer.vocab_size))
@@ -112,8 +118,14 @@ def load(
     draft_model = None
     if draft_config is not None:
         draft_model = build(ops, draft_config, pair.drafter.bound, tables, progress)
-        draft_model.embed, draft_model.head = model.embed, model.head
+        own = draft_model.weights
+        draft_model.embed, draft_model.head = own.get("embed", model.embed), own.get("head", model.head)
+        draft_model.embed_scale = model.embed_scale * draft_config.embed_scale
         draft_model.ids = min(draft_config.vocab or model.ids, model.ids)
+        if draft_config.draft_vocab:
+            names = target_ids(draft_config, pair.drafter.bound, config.vocab)
+            draft_model.ids, draft_model.names = int((names < model.ids).sum()), ops.array(names.shape, "i32")
+            ops.upload(draft_model.names, names)
     if check_contents:
         check_contents()
     engine = Engine(
@@ -136,8 +148,10 @@ def build(ops, config, bound, tables, progress=None):
     all layers.
     """
     from minidflash.kernels.weight import VECTOR
+    from minidflash.weights.names import IDS, MARKS
 
     model = Model(config, {}, [{} for _ in config.layers], [tables[kind] for kind in config.rotations])
+    bound = {name: one for name, one in bound.items() if one.role not in (IDS, MARKS)}
     ops.read_ahead([one.parts for one in bound.values() if one.role != VECTOR])
     for done, (name, one) in enumerate(bound.items()):
         where, short = model.weights, name
@@ -152,6 +166,9 @@ def build(ops, config, bound, tables, progress=None):
             progress("weights", done + 1, len(bound))
     for i, layer in enumerate(model.layers):
         rows = config.layers[i].kv_rows
+        if config.layers[i].v_norm:  # a norm without weights
+            layer["v_norm"] = ops.array((config.layers[i].head_size,), "f32")
+            ops.upload(layer["v_norm"], np.ones(config.layers[i].head_size, np.float32))
         if "k_norm" in model.weights:
             layer["k_norm"] = model.weights["k_norm"][i]
         if "kv_bias" in model.weights:
@@ -159,6 +176,12 @@ def build(ops, config, bound, tables, progress=None):
         if "kv" not in layer:
             layer["kv"] = model.weights["kv"].slice(i * rows, rows)
     return model
+
+
+def in_type(number, dtype):
+    """A number rounded to a checkpoint's BF16, F16 or F32 (MXFP4: not at all), as a float."""
+    kinds = {"BF16": ml_dtypes.bfloat16, "F16": np.float16}
+    return float(np.asarray(number, kinds.get(dtype, np.float32)))
 
 
 def experts_of(bound):

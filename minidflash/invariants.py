@@ -33,5 +33,5 @@ def check(engine, s, request, record, committed, injected):
     model, config = engine.target, engine.target.config
     logits = ops.array((width, vocab), "f32")
     work = ops.array((ops.backend.work_size(width, config.width, vocab),), "f32")
-    ops.head_logits(s.rows.x[:width], model.weights["norm"], config.eps, model.head, work, logits)
+    ops.head_logits(s.rows.x[:width], model.weights["norm"], config.eps, model.head, 1.0, 0.0, work, logits)
     assert np.isfinite(ops.download(logits)).all(), "the logits are not finite"

@@ -19,7 +19,7 @@ def attention(ops, stack, layer, w, tables, rows, cache, work):
     q, o = (wide(buffer, layer.heads, layer.head_size) for buffer in (rows.q, rows.o))
     ops.qkv(
         rows.x, w["attn_norm"], stack.eps, w["q"], w["kv"], w.get("q_bias"), w.get("kv_bias"),
-        w.get("q_norm"), w.get("k_norm"), *tables, *rows.address, cache.k, cache.v, work, q,
+        w.get("q_norm"), w.get("k_norm"), w.get("v_norm"), *tables, *rows.address, cache.k, cache.v, work, q,
     )  # fmt: skip
     begin = rows.begin if layer.sees_block else rows.pos
     ops.attend(
@@ -46,18 +46,36 @@ def mlp(ops, stack, layer, w, rows, work, taps, tap_at):
 
 def experts(ops, stack, layer, w, rows, work, taps, tap_at):
     """x += what the chosen experts make of n(x), each by its share; and to the taps."""
+    mix(ops, stack, layer, w, rows, work, rows.x, 1, taps, tap_at)
+
+
+def mix(ops, stack, layer, w, rows, work, x, adds, taps=None, tap_at=0):
+    """What the chosen experts make of n(x), each by its share, added to x or, in another buffer, alone."""
     e, r = layer.experts, rows.experts
     h = wide(rows.h, e.used, layer.ffn_width)
+    own = w["experts_norm"]
+    norms = (w["router_norm"], own) if e.own_norm else (own, None)
     ops.route(
-        rows.x, w["mlp_norm"], stack.eps, w["router"], w.get("router_bias"), int(e.normalise), rows.pos,
-        r.touched, work, r.u, r.expert, r.share, r.begin, r.order,
+        rows.x, *norms, stack.eps, w["router"], w.get("router_bias"), int(e.normalise), w.get("expert_scale"),
+        rows.pos, r.touched, work, r.u, r.expert, r.share, r.begin, r.order,
     )  # fmt: skip
     ops.experts_up(r.u, w["experts_up"], w.get("up_bias"), *r.groups, layer.act, e.limit, e.alpha, work, h)
     tap_row = rows.tap_row if taps is not None else None
     ops.experts_down(
-        h, w["experts_down"], w.get("down_bias"), r.expert, r.share, r.begin, r.order, tap_row, tap_at,
-        rows.x, taps, work,
+        h, w["experts_down"], w.get("down_bias"), r.expert, r.share, r.begin, r.order, adds, tap_row, tap_at,
+        x, taps, work,
     )  # fmt: skip
+
+
+def mlp_and_experts(ops, stack, layer, w, rows, work, taps, tap_at):
+    """x = scale (x + n(n(mlp of n(x)) + n(experts of n(x)))), and to the taps; models.md 5."""
+    r, h = rows.experts, wide(rows.h, layer.dense_width)
+    ops.gate_up(rows.x, w["mlp_norm"], stack.eps, layer.act, w["gate_up"], work, h)
+    ops.linear(h, w["down"], None, work, r.dense)
+    mix(ops, stack, layer, w, rows, work, r.mixed, 0)
+    tap_row = rows.tap_row if taps is not None else None
+    norms = w["dense_norm"], w["mixed_norm"], w["end_norm"]
+    ops.join(r.dense, r.mixed, *norms, stack.eps, w.get("end_scale"), tap_row, tap_at, rows.x, taps)
 
 
 def addressed_by_position(ops, s, layer, cache):
@@ -65,6 +83,7 @@ def addressed_by_position(ops, s, layer, cache):
     them."""
 
 
-MIXERS, FFNS = {"attention": attention}, {"mlp": mlp, "experts": experts}
+MIXERS = {"attention": attention}
+FFNS = {"mlp": mlp, "experts": experts, "mlp_and_experts": mlp_and_experts}
 # mixer -> how its cache becomes that behind the s.kept rows of the verify pass
 COMMITS = {"attention": addressed_by_position}

@@ -21,6 +21,26 @@ class Checked:
     bound: dict
 
 
+def check_tables(target, drafter):
+    """Refuse tables of a drafter's own that are not of the target's vocabulary. drafter: Checked.
+
+    Errors: UserError.
+    """
+    for name in ("embed", "head"):
+        if name in drafter.bound:
+            (tensor,) = drafter.bound[name].parts
+            rows, reduced = tensor.shape[0], drafter.config.draft_vocab
+            if rows != target.vocab and not (name == "head" and reduced):
+                what = f"drafter tensor {tensor.name} has {rows} rows"
+                raise UserError(f"{what}, the target's vocabulary has {target.vocab}: not a pair")
+            if name == "embed" and target.embed_scale != 1:
+                what = f"drafter tensor {tensor.name}: the target's embedding is scaled"
+                raise UserError(f"{what} by {target.embed_scale}, and nothing says whether this one is too")
+    if drafter.config.draft_vocab > target.vocab:
+        found = f"drafter d2t has {drafter.config.draft_vocab} ids"
+        raise UserError(f"{found}, the target's vocabulary has {target.vocab}: not a pair")
+
+
 @dataclass
 class Pair:
     """A target, its drafter or None, and the target's Tokenizer or None."""
@@ -63,27 +83,47 @@ def open_pair(
 
     target, drafter: folder, Hugging Face id, "default"; drafter None, False or "none": none; left out: the
     embedded one for the embedded target, else none. revision, drafter_revision: of a Hugging Face id.
-    weights: of the target, as open_checkpoint. progress: as load's. needs_weights: False: a folder with
-    config.json alone will do; what its weights are is then foretold. Returns a Pair.
+    weights: of the target, as open_checkpoint. progress: as load's. needs_weights: False: none are fetched,
+    and a folder with config.json alone will do; what its weights are is then foretold. Returns a Pair.
     Errors: UserError. Source: engine.md 4.
     """
-    from minidflash.weights import names, open_checkpoint
+    from minidflash.weights import drafter_names, names, open_checkpoint
 
     from .tokenizer import open_tokenizer
 
-    files = open_checkpoint(target, "target", revision, offline, progress, needs_weights, weights)
-    config = read_target(files.config, files.generation, files.tensors)
-    bind = names.bind_target if files.tensors else names.foretell_target
-    opened = Checked(files, config, bind(config, files.tensors))
-    own = None
+    def look(spec, role, revision, weights=None):
+        """The checkpoint as far as it is here: of one on the hub, that is its small files."""
+        return open_checkpoint(spec, role, revision, offline, progress, False, weights)
+
+    def whole(files, role, read):
+        """(checkpoint, config), with its weights where they are needed."""
+        if needs_weights and files.tensors is None:
+            # Of the commit that was looked at, whatever its branch has become meanwhile.
+            files = open_checkpoint(files.name, role, files.revision, offline, progress)
+        return files, read(files)
+
+    def target_of(files):
+        return read_target(files.config, files.generation, files.tensors)
+
+    def drafter_of(files):
+        return read_drafter(files.config, files.tensors)
+
+    files, found = look(target, "target", revision, weights), None
     if drafter is ...:
         drafter = "default" if target == "default" else None
     if not (drafter is None or drafter is False or is_word(drafter, "none")):
-        found = open_checkpoint(drafter, "drafter", drafter_revision, offline, progress, needs_weights)
-        draft_config = read_drafter(found.config, found.tensors)
-        bind = names.bind_drafter if found.tensors else names.foretell_drafter
+        found = look(drafter, "drafter", drafter_revision)
+    config = target_of(files)
+    if found:  # what is no pair is refused before weights are fetched, or read
+        check_pair(config, drafter_of(found))
+    files, config = whole(files, "target", target_of)
+    bind = names.bind_target if files.tensors else names.foretell_target
+    opened, own = Checked(files, config, bind(config, files.tensors)), None
+    if found:
+        found, draft_config = whole(found, "drafter", drafter_of)
+        bind = drafter_names.bind_drafter if found.tensors else drafter_names.foretell_drafter
         own = Checked(found, draft_config, bind(draft_config, found.tensors))
-        check_pair(config, draft_config)
+        check_tables(config, own)
     return Pair(opened, own, open_tokenizer(files.folder, files.texts))
 
 

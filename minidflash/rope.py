@@ -13,14 +13,15 @@ ROPE_KEYS = {
                "original_max_position_embeddings": None},
     "yarn": {"factor": None, "original_max_position_embeddings": None, "beta_fast": 32.0, "beta_slow": 1.0,
              "truncate": True, "attention_factor": 0.0, "mscale": 0.0, "mscale_all_dim": 0.0},
+    "proportional": {"partial_rotary_factor": None, "factor": 1.0},
     "divisors": {"divisors": None},
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary frequencies. theta: base. kind: default, llama3, yarn, or divisors, one a frequency, as GGUF
-    files have them; the fields after it are theirs (0: unset)."""
+    """Rotary frequencies. theta: base. kind: default, llama3, yarn, proportional, or divisors, one a
+    frequency, as GGUF files have them; the fields after it are theirs (0: unset)."""
 
     theta: float
     kind: str = "default"
@@ -34,13 +35,14 @@ class Rope:
     attention_factor: float = 0.0
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
+    partial_rotary_factor: float = 0.0
     divisors: tuple = ()
 
     def frequencies(self, size):
         """Frequencies of the pairs (j, j + size/2), and the multiplier on cos and sin.
 
         size: rotary width, even. Returns (f32 [size/2] in radians a position, float).
-        Errors: none; read_target and read_drafter have checked. Source: models.md 0, 1, 4.
+        Errors: none; read_target and read_drafter have checked. Source: models.md 0, 1, 4, 5.
         """
         # theta^x is correctly rounded to f32 before the division: bit for bit what the reference has.
         exponent = np.arange(0, size, 2, dtype=np.float32) / np.float32(size)
@@ -57,6 +59,9 @@ class Rope:
             slow = plain / np.float32(self.factor)
             mixed = (1 - blend) * plain / np.float32(self.factor) + blend * plain
             return np.where(wave < context / high, plain, np.where(wave > context / low, slow, mixed)), 1.0
+        if self.kind == "proportional":  # of all pairs only the first turn: models.md 5
+            turning = np.arange(size // 2) < int(self.partial_rotary_factor * size // 2)
+            return np.where(turning, plain / np.float32(self.factor), np.float32(0)), 1.0
         if self.kind == "yarn":
             return self._yarn(size, plain), self._yarn_multiplier()
         if self.kind == "divisors":

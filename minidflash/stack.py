@@ -17,6 +17,8 @@ class Experts:
 
     normalise: shares are a softmax over the experts used, else over all. limit, alpha: as in the row
     experts_up (table.py). bias: router and experts have one. layout: how files hold them (names.py).
+    own_norm: the router norms the stream itself, apart from what the experts see, and every expert has a
+    scale.
     """
 
     count: int
@@ -26,6 +28,7 @@ class Experts:
     limit: float = 0.0
     alpha: float = 0.0
     bias: bool = False
+    own_norm: bool = False
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,10 @@ class Layer:
     where a row also sees the rows behind it in its block. sees_block: a row sees its block's rows whatever
     the window. rope: which of the stack's ropes. scale: of q k^T. attention_bias: q, k, v and o have one.
     qk_norm: q and k are normed, head by head. sinks: a logit a head that has no value joins the softmax.
-    ffn_width: inner width of the ffn. act: its activation, of table.py. experts: of a mixture.
+    v_norm: values are too, without weights. shares_kv: values are what keys are before norm and rotation.
+    end_norms: what mixer and ffn give is normed before it is added. end_scale: the stream is scaled behind
+    the ffn. ffn_width: inner width of the ffn. act: its activation, of table.py. experts: of a mixture.
+    dense_width: inner width of an mlp beside the experts.
     """
 
     heads: int
@@ -56,6 +62,11 @@ class Layer:
     ffn: str = "mlp"
     act: int = SILU
     experts: Experts | None = None
+    v_norm: bool = False
+    shares_kv: bool = False
+    end_norms: bool = False
+    end_scale: bool = False
+    dense_width: int = 0
 
     @property
     def q_rows(self):
@@ -65,12 +76,17 @@ class Layer:
     @property
     def inner(self):
         """Numbers of a row inside the ffn."""
-        return self.ffn_width * (self.experts.used if self.experts else 1)
+        return max(self.ffn_width * (self.experts.used if self.experts else 1), self.dense_width)
+
+    @property
+    def kv_width(self):
+        """Numbers of a key and its value, all kv heads."""
+        return 2 * self.kv_heads * self.head_size
 
     @property
     def kv_rows(self):
         """Outputs of the key and of the value projection together."""
-        return 2 * self.kv_heads * self.head_size
+        return self.kv_width // 2 if self.shares_kv else self.kv_width
 
 
 @dataclass(frozen=True)
@@ -78,7 +94,8 @@ class Stack:
     """Layers on a residual stream. ropes: that layers name by number. vocab,
     max_positions: 0 when not stated.
 
-    sources: fact -> key of config.json.
+    embed_scale: of what the embedding gives. output_multiplier, soft_cap: of logits, as table.py has them (1
+    and 0: the head's own). sources: fact -> key of config.json.
     """
 
     width: int
@@ -87,7 +104,15 @@ class Stack:
     eps: float
     vocab: int
     max_positions: int
+    embed_scale: float = field(default=1.0, kw_only=True)
+    output_multiplier: float = field(default=1.0, kw_only=True)
+    soft_cap: float = field(default=0.0, kw_only=True)
     sources: dict[str, str] = field(default_factory=dict, compare=False, kw_only=True)
+
+    @property
+    def curve(self):
+        """(multiplier, cap) of the rows that make laws."""
+        return self.output_multiplier, self.soft_cap
 
     @property
     def rotations(self):
@@ -111,24 +136,27 @@ class Stack:
 
 @dataclass(frozen=True)
 class ModelConfig(Stack):
-    """A target. tied: its head is its embedding."""
+    """A target. tied: its head is its embedding. prefix: of its tensors' names."""
 
     family: str
     tied: bool
     stop_ids: tuple[int, ...]
     bos_id: int | None
     dtype: str
+    prefix: str = "model."
 
 
 @dataclass(frozen=True)
 class DrafterConfig(Stack):
-    """A DFlash v1 drafter. block: as trained. mask_id: what fills a block.
-    taps: target layers that feed it, from 0."""
+    """A DFlash v1 drafter. block: as trained. mask_id: what fills a block. taps: target layers that feed it,
+    from 0. layout: of its files (drafter_layouts.py). draft_vocab: ids that a reduced head ranks; 0: all."""
 
     block: int
     mask_id: int
     taps: tuple[int, ...]
     target_layers: int | None
+    layout: str = "z-lab"
+    draft_vocab: int = 0
 
     def context(self, ctx):
         """Positions that a drafted run may use where a plain one may use `ctx`."""

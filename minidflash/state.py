@@ -57,18 +57,17 @@ class ExpertRows:
     share: Any  # f32[R,U]
     begin: Any  # i32[E+1] where each expert's pairs begin in order
     order: Any  # i32[R*U] pairs r*U + k, expert by expert
+    dense: Any  # A[R,D] what an mlp beside the experts gives, None where there is none
+    mixed: Any  # A[R,D] what the experts give then
 
     def first(self, count):
         """The same buffers for `count` rows (views)."""
         pairs = count * self.expert.shape[1]
+        beside = [None if one is None else one[:count] for one in (self.dense, self.mixed)]
         return ExpertRows(
-            self.touched,
-            self.u[:count],
-            self.expert[:count],
-            self.share[:count],
-            self.begin,
-            self.order[:pairs],
-        )
+            self.touched, self.u[:count], self.expert[:count], self.share[:count], self.begin,
+            self.order[:pairs], *beside,
+        )  # fmt: skip
 
     @property
     def groups(self):
@@ -83,9 +82,11 @@ def make_expert_rows(ops, stack, count):
     if not kinds:
         return None
     ((experts, used),) = kinds
+    beside = [ops.array((count, stack.width), "A") if stack.most("dense_width") else None for _ in range(2)]
     return ExpertRows(
         ops.array((1,), "i32"), ops.array((count, stack.width), "A"), ops.array((count, used), "i32"),
         ops.array((count, used), "f32"), ops.array((experts + 1,), "i32"), ops.array((count * used,), "i32"),
+        *beside,
     )  # fmt: skip
 
 
@@ -133,7 +134,8 @@ class State:
     verify pass that were committed. carried: arrays [N, ...] that say where a slot is and are not addressed
     by position; `reset`, `snapshot` and `restore` are theirs. drafts: [N, B]; column 0 is not used.
     record: what accept tells the host. key, law, logprob: as in the row sample.
-    mass: [N, B, V], the laws that drafts were drawn from; None where drafts are the likeliest tokens.
+    mass: [N, B, V], the laws that drafts were drawn from; None where drafts are the likeliest tokens. narrow:
+    [N, B, Y], the same as a reduced head has them.
     caches, drafter_caches: a Cache a layer. injected: the drafter's, all layers in one, (L, N, G, S, K): one
     pass injects into all of them.
     """
@@ -158,6 +160,7 @@ class State:
     law: Any
     logprob: Any
     mass: Any
+    narrow: Any
     rows: Rows
     draft_rows: Rows | None
     context_slot: Any
@@ -213,16 +216,18 @@ def make_state(ops, target, drafter, stop_ids, slots, ctx, block, chunk, rejects
         ]
     work = ops.array((max(ops.backend.work_size(*need) for need in needs),), "f32")
     mass = ops.array((slots, block, target.vocab), "f32") if rejects else None
+    few = drafter.draft_vocab if rejects and drafter is not None else 0
+    narrow = ops.array((slots, block, few), "f32") if few else None
     memory = {
         "target_cache": sum(cache.k.nbytes + cache.v.nbytes for cache in caches),
         "drafter_cache": injected.k.nbytes + injected.v.nbytes if injected else 0,
-        "workspace": work.nbytes + _bytes(rows, draft_rows, taps, features, mass),
+        "workspace": work.nbytes + _bytes(rows, draft_rows, taps, features, mass, narrow),
     }
     return State(
         slots, ctx, block, chunk, **i32, carried=tuple(i32.values()), stop=stop, masks=masks, drafts=drafts,
         choice=ops.array((count,), "i32"), record=ops.array((slots, record.size(block)), "i32"),
         key=ops.array((slots, 4), "i32"), law=ops.array((slots, 3), "f32"),
-        logprob=ops.array((count, 2), "f32"), mass=mass, rows=rows, draft_rows=draft_rows,
+        logprob=ops.array((count, 2), "f32"), mass=mass, narrow=narrow, rows=rows, draft_rows=draft_rows,
         context_slot=ops.array((wide,), "i32"), context_pos=ops.array((wide,), "i32"), taps=taps,
         features=features, caches=caches, injected=injected, work=work, memory=memory,
         drafter_caches=[Cache(k, v) for k, v in zip(injected.k, injected.v, strict=True)] if injected else [],
@@ -237,14 +242,18 @@ def _work_needs(stack, count, head_rows):
     """(rows, inputs, outputs) of every matrix product of a stack; the last one is its head's."""
     found = {}  # layers of one kind need the same
     for one in stack.layers:
+        pairs = count * (one.experts.used if one.experts else 1)
         found |= dict.fromkeys([
             (count, stack.width, one.q_rows + one.kv_rows),
             (count, one.q_rows, stack.width),
-            (count * one.inner // one.ffn_width, stack.width, 2 * one.ffn_width),
-            (count * one.inner // one.ffn_width, one.ffn_width, stack.width),
+            (pairs, stack.width, 2 * one.ffn_width),
+            (pairs, one.ffn_width, stack.width),
         ])  # fmt: skip
         if one.experts:
             found[count, stack.width, one.experts.count] = None
+        if one.dense_width:
+            found |= dict.fromkeys([(count, stack.width, 2 * one.dense_width),
+                                    (count, one.dense_width, stack.width)])  # fmt: skip
     return [*found, (head_rows, stack.width, stack.vocab)]
 
 

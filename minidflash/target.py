@@ -9,7 +9,7 @@ def forward(ops, model, s, rows, taps):
 
     model: engine.Model. taps: target layers whose output also goes to s.taps, side by side; () for none.
     """
-    ops.embed(rows.ids, model.embed, 1.0, rows.x)
+    ops.embed(rows.ids, model.embed, model.embed_scale, rows.x)
     for i, cache in enumerate(s.caches):
         to, at = (s.taps, taps.index(i) * model.config.width) if i in taps else (None, 0)
         run_layer(ops, model, i, rows, cache, s.work, to, at)
@@ -25,16 +25,16 @@ def choose(ops, model, s, rows, pick, ids, choice):
     if choice == "likeliest":
         ops.head(rows.x, pick, *ranked, ids, s.work)
         return
-    logprob = s.logprob[: len(ids)] if choice == "scored" else None
-    ops.sample(rows.x, pick, rows.slot, rows.pos, *ranked, s.key, s.law, ids, logprob, s.work)
+    logprob, curve = s.logprob[: len(ids)] if choice == "scored" else None, model.config.curve
+    ops.sample(rows.x, pick, rows.slot, rows.pos, *ranked, *curve, s.key, s.law, ids, logprob, s.work)
 
 
 def accept_or_redraw(ops, model, s, rows, ids, choice):
     """ids[r] = the draft behind row r of a verify pass, or by rejection sampling another in its place.
     choice: as above."""
     ranked = model.weights["norm"], model.config.eps, model.head, model.ids
-    logprob = s.logprob[: len(ids)] if choice == "scored" else None
-    ops.reject(rows.x, rows.pos, *ranked, s.key, s.law, s.drafts, s.mass, ids, logprob, s.work)
+    logprob, curve = s.logprob[: len(ids)] if choice == "scored" else None, model.config.curve
+    ops.reject(rows.x, rows.pos, *ranked, *curve, s.key, s.law, s.drafts, s.mass, ids, logprob, s.work)
 
 
 def verify(ops, model, s, width, taps, all_rows, choice="likeliest"):

@@ -189,7 +189,7 @@ def run(ops, name, case, **sizes):
             counters = args[-1][: getattr(ops.backend, "counters", 0)]
             ops.upload(counters, np.zeros(counters.shape, np.float32))
             continue
-        value = case[spec.name]
+        value = case.get(spec.name) if spec.optional else case[spec.name]
         if isinstance(value, Experts):
             value = ops.weight(value.parts, role_of(name, spec.name), value.count)
         elif spec.type == "W":

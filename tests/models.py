@@ -78,7 +78,7 @@ def logits_of(engine, rows):
     count = len(rows.ids)
     out = ops.array((count, config.vocab), "f32")
     work = ops.array((ops.backend.work_size(count, config.width, config.vocab),), "f32")
-    ops.head_logits(rows.x, model.weights["norm"], config.eps, model.head, work, out)
+    ops.head_logits(rows.x, model.weights["norm"], config.eps, model.head, *config.curve, work, out)
     return ops.download(out)
 
 

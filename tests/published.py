@@ -1,6 +1,13 @@
 """config.json of published checkpoints, as far as their pages state it; models.md 3, 4 and 9, dflash.md
 2.2."""
 
+import importlib
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "bench"))
+checkpoints = importlib.import_module("checkpoints")
+
 CODER = {
     "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "decoder_sparse_step": 1,
     "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048,
@@ -37,29 +44,72 @@ def gpt_oss(layers, experts):
     }  # fmt: skip
 
 
-def drafter(width, heads, groups, size, ffn, block, taps, target_layers, mask_id, vocab, **more):
-    """A drafter of eight layers, all of full attention."""
+def drafter(name, **more):
+    """A drafter of weights/checkpoints.toml, with keys that it leaves out."""
+    return next(one for one in checkpoints.read() if one.draft == name).config() | more
+
+
+PAIRS = {
+    "Qwen3-Coder-30B-A3B": (CODER, drafter("Qwen3-Coder-30B-A3B", vocab_size=151936)),
+    "gpt-oss-20b": (gpt_oss(24, 32), drafter("gpt-oss-20b", vocab_size=201088)),
+    "gpt-oss-120b": (gpt_oss(36, 128), drafter("gpt-oss-120b", vocab_size=201088)),
+}
+KINDS = ["sliding_attention"] * 5 + ["full_attention"]
+
+
+def gemma4(layers, width, heads, groups, full_groups, ffn, experts=None):
+    """The target of so many layers; experts: (count, used, width)."""
+    count, used, inner = experts or (None, None, None)
+    text = {
+        "attention_bias": False, "attention_dropout": 0.0, "attention_k_eq_v": True, "bos_token_id": 2,
+        "dtype": "bfloat16", "enable_moe_block": experts is not None, "eos_token_id": 1,
+        "final_logit_softcapping": 30.0, "global_head_dim": 512, "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh", "hidden_size": width, "hidden_size_per_layer_input": 0,
+        "initializer_range": 0.02, "intermediate_size": ffn, "layer_types": KINDS * (layers // 6),
+        "max_position_embeddings": 262144, "model_type": "gemma4_text", "moe_intermediate_size": inner,
+        "num_attention_heads": heads, "num_experts": count, "num_global_key_value_heads": full_groups,
+        "num_hidden_layers": layers, "num_key_value_heads": groups, "num_kv_shared_layers": 0,
+        "pad_token_id": 0, "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1e6,
+                               "rope_type": "proportional"},
+            "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
+        },
+        "sliding_window": 1024, "tie_word_embeddings": True, "top_k_experts": used,
+        "use_bidirectional_attention": "vision", "use_cache": True, "use_double_wide_mlp": False,
+        "vocab_size": 262144, "vocab_size_per_layer_input": 262144,
+    }  # fmt: skip
     return {
-        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_hidden_layers": 8,
-        "hidden_size": width, "num_attention_heads": heads, "num_key_value_heads": groups, "head_dim": size,
-        "intermediate_size": ffn, "block_size": block, "num_target_layers": target_layers,
-        "dflash_config": {"mask_token_id": mask_id, "target_layer_ids": taps}, "rms_norm_eps": 1e-6,
-        "hidden_act": "silu", "vocab_size": vocab, "layer_types": ["full_attention"] * 8,
-        "torch_dtype": "bfloat16", **more,
+        "architectures": ["Gemma4ForConditionalGeneration"], "audio_config": None, "audio_token_id": 258881,
+        "boa_token_id": 256000, "boi_token_id": 255999, "dtype": "bfloat16", "eoa_token_id": 258883,
+        "eoa_token_index": 258883, "eoi_token_id": 258882, "eos_token_id": [1, 106],
+        "image_token_id": 258880, "initializer_range": 0.02, "model_type": "gemma4", "text_config": text,
+        "tie_word_embeddings": True, "transformers_version": "5.5.0.dev0", "video_token_id": 258884,
+        "vision_config": {"model_type": "gemma4_vision"}, "vision_soft_tokens_per_image": 280,
     }  # fmt: skip
 
 
-OSS = {"attention_bias": True, "rope_theta": 150000, "rope_scaling": YARN}
-PAIRS = {
-    "Qwen3-Coder-30B-A3B": (
-        CODER,
-        drafter(2048, 32, 4, 128, 6144, 16, [1, 12, 23, 34, 45], 48, 151669, 151936, rope_theta=1e7,
-                max_position_embeddings=262144),
+def gemma4_drafter(width, heads, ffn, taps, target_layers):
+    """Four sliding layers and a full one, causality not stated."""
+    kinds = ["sliding_attention"] * 4 + ["full_attention"]
+    more = {"num_hidden_layers": 5, "layer_types": kinds, "sliding_window": 2048, "use_sliding_window": True,
+            "rope_theta": 1e6, "max_position_embeddings": 262144,
+            "final_logit_softcapping": 30.0}  # fmt: skip
+    return {
+        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "hidden_size": width,
+        "num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": ffn,
+        "block_size": 16, "num_target_layers": target_layers,
+        "dflash_config": {"mask_token_id": 4, "target_layer_ids": taps}, "rms_norm_eps": 1e-6,
+        "hidden_act": "silu", "vocab_size": 262144, "torch_dtype": "bfloat16", **more,
+    }  # fmt: skip
+
+
+PAIRS |= {
+    "gemma-4-31B": (
+        gemma4(60, 5376, 32, 16, 4, 21504), gemma4_drafter(5376, 64, 10752, [1, 12, 23, 35, 46, 57], 60),
     ),
-    "gpt-oss-20b": (
-        gpt_oss(24, 32), drafter(2880, 64, 8, 64, 7680, 8, [1, 6, 11, 16, 21], 24, 200000, 201088, **OSS),
-    ),
-    "gpt-oss-120b": (
-        gpt_oss(36, 128), drafter(2880, 64, 8, 64, 7680, 10, [1, 9, 17, 25, 33], 36, 200000, 201088, **OSS),
+    "gemma-4-26B-A4B": (
+        gemma4(30, 2816, 16, 8, 2, 2112, (128, 8, 704)),
+        gemma4_drafter(2816, 32, 5632, [1, 6, 11, 17, 22, 27], 30),
     ),
 }  # fmt: skip

@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parent.parent
 RUN = 'bash -c "$tests" | tee "$told"'
 TESTS = """
@@ -25,13 +23,13 @@ def test_needs_a_gpu():
 def test_is_known_to_fail():
     assert False
 """
-SKIPS = {
-    "in a test": "import pytest\n\ndef test_it():\n    pytest.skip('no tool here')\n",
-    "in a fixture": "import pytest\n\n@pytest.fixture\ndef tool():\n    pytest.skip('no tool here')\n\ndef "
+SKIPS = {  # where -> a file of tests
+    "in_a_test": "import pytest\n\ndef test_it():\n    pytest.skip('no tool here')\n",
+    "in_a_fixture": "import pytest\n\n@pytest.fixture\ndef tool():\n    pytest.skip('no tool here')\n\ndef "
                     "test_it(tool):\n    pass\n",
-    "by a mark": "import pytest\n\n@pytest.mark.skipif(True, "
+    "by_a_mark": "import pytest\n\n@pytest.mark.skipif(True, "
                  "reason='no tool here')\ndef test_it():\n    pass\n",
-    "of a file": "import pytest\n\npytest.skip('no tool here', allow_module_level=True)\n",
+    "of_a_file": "import pytest\n\npytest.skip('no tool here', allow_module_level=True)\n",
 }  # fmt: skip
 
 
@@ -63,14 +61,20 @@ def test_gpu_tests_may_skip_and_known_failures_fail(tmp_path):
     assert code == 0 and re.search(r"1 passed, 1 skipped, 1 xfailed", out), out
 
 
-@pytest.mark.parametrize("where", SKIPS)
-def test_a_skip_fails_in_ci_and_only_there(where, tmp_path):
+def test_a_skip_fails_in_ci_and_only_there(tmp_path):
+    words = "where only tests marked gpu may be: Skipped: no tool here"
     (tmp_path / "test_some.py").write_text(TESTS)
-    (tmp_path / "test_skips.py").write_text(SKIPS[where])
+    *tests, whole = SKIPS
+    for where in tests:
+        (tmp_path / f"test_{where}.py").write_text(SKIPS[where])
     code, out = run(tmp_path, ci=True)
-    assert code != 0 and "where only tests marked gpu may be: Skipped: no tool here" in out, out
+    assert code != 0 and out.count(words) >= len(tests), out
+    assert all(re.search(rf"(FAILED|ERROR) \S*test_{where}\.py", out) for where in tests), out
+    (tmp_path / f"test_{whole}.py").write_text(SKIPS[whole])
+    code, out = run(tmp_path, ci=True)  # it ends the collection of all
+    assert code != 0 and words in out and re.search(rf"ERROR \S*test_{whole}\.py", out), out
     code, out = run(tmp_path, ci=False)
-    assert code == 0 and "2 skipped" in out, out
+    assert code == 0 and f"{len(SKIPS) + 1} skipped" in out, out
 
 
 def test_the_script_says_that_it_is_ci_before_its_tests():

@@ -5,16 +5,19 @@ import json
 from dataclasses import replace
 
 import pytest
-from minidflash.weights import names
+from minidflash.weights import drafter_names, names
 from minidflash.weights.safetensors_io import open_tensors
 
 from minidflash.config import read_drafter, read_target
 from minidflash.config_keys import IGNORED
 from minidflash.errors import UserError
 from minidflash.families import TRAINING
+from minidflash.wrapper import EITHER
 from tests.golden_files import golden
 
-TARGETS = ["qwen3-tiny", "qwen3-moe-tiny", "gpt-oss-tiny", "gpt-oss-mxfp4-tiny"]
+TARGETS = [
+    "qwen3-tiny", "qwen3-moe-tiny", "gpt-oss-tiny", "gpt-oss-mxfp4-tiny", "gemma4-tiny", "gemma4-moe-tiny",
+]  # fmt: skip
 DRAFTERS = ["dflash-qwen3-moe-tiny", "dflash-gpt-oss-tiny", "dflash-gpt-oss-mxfp4-tiny"]
 
 
@@ -23,7 +26,7 @@ def opened(name):
     config = json.loads((golden(name) / "config.json").read_text())
     tensors = dict(open_tensors(golden(name))[0])
     if name in DRAFTERS:
-        return config, tensors, lambda found: names.bind_drafter(read_drafter(config), found)
+        return config, tensors, lambda found: drafter_names.bind_drafter(read_drafter(config), found)
     return config, tensors, lambda found: names.bind_target(read_target(config), found)
 
 
@@ -54,13 +57,17 @@ def test_every_tensor_is_needed_as_it_is(name):
 
 KINDS = {"full_attention": "sliding_attention", "sliding_attention": "full_attention"}
 # Of dense layers, which it has none of; and what layer_types says for every layer already.
-UNUSED = {"qwen3-moe-tiny": {"intermediate_size"}, "qwen3-tiny": {"use_sliding_window"}}
+UNUSED = {
+    "qwen3-moe-tiny": {"intermediate_size"}, "qwen3-tiny": {"use_sliding_window"},
+    "gemma4-tiny": {"vocab_size_per_layer_input"}, "gemma4-moe-tiny": {"vocab_size_per_layer_input"},
+}  # fmt: skip
 # A key that is refused through another one.
 THROUGH = {
     "num_hidden_layers": "layer_types",
     "hidden_size": "head_dim",
     "rope_parameters": "rope_t",
     "use_sliding_window": "layer_types",
+    "enable_moe_block": "num_experts",
 }
 
 
@@ -84,16 +91,23 @@ def test_every_key_of_a_target_counts(name, spelling):
     """A key that is changed changes what is read, or is refused by name; an unknown one is refused."""
     config = json.loads((golden(name) / spelling).read_text())
     usual = read_target(config)
-    harmless = IGNORED | TRAINING
-    for key, value in config.items():
-        if key in harmless | UNUSED.get(name, set()) or value is None:
+    harmless = IGNORED | TRAINING | UNUSED.get(name, set())
+    text = config.get("text_config", {})  # of a multimodal model
+    changes = [(key, config | {key: other_than(value)}) for key, value in config.items() if value is not None]
+    changes += [
+        (key, config | {"text_config": text | {key: other_than(value)}})
+        for key, value in text.items() if value is not None
+    ]  # fmt: skip
+    for key, wrong in changes:
+        if key in harmless or (text and key in EITHER):  # where one is enough
             continue
-        wrong = config | {key: other_than(value)}
         try:
-            assert read_target(wrong) != usual, f"{key} is {wrong[key]} and nothing changes"
+            assert read_target(wrong) != usual, f"{key} is another and nothing changes"
         except UserError as error:
             assert key in f"{error}" or THROUGH.get(key, key) in f"{error}", f"{key}: {error}"
     refused(lambda: read_target(config | {"mystery": 1}), "mystery")
+    if text:
+        refused(lambda: read_target(config | {"text_config": text | {"mystery": 1}}), "mystery")
 
 
 @pytest.mark.parametrize("key, value", [
@@ -117,6 +131,65 @@ def test_what_was_not_checked_of_qwen3_moe_is_refused(key, value):
 def test_what_was_not_checked_of_gpt_oss_is_refused(key, value, words):
     config = json.loads((golden("gpt-oss-mxfp4-tiny") / "config.json").read_text())
     refused(lambda: read_target(config | {key: value}), words)
+
+
+@pytest.mark.parametrize("key, value", [
+    ("hidden_size_per_layer_input", 256), ("num_kv_shared_layers", 2), ("use_double_wide_mlp", True),
+    ("use_bidirectional_attention", "all"), ("attention_bias", True), ("hidden_activation", "silu"),
+    ("layer_types", None), ("per_layer_config", {"9": {"head_dim": 32}}),
+    ("per_layer_config", {"1": {"head_dim": 32, "rope": 1}}), ("per_layer_config", {"1": {"head_dim": 33}}),
+    ("global_head_dim", 32), ("num_global_key_value_heads", 1), ("num_experts", None),
+    ("top_k_experts", 7), ("attn_logit_softcapping", 50.0), ("final_logit_softcapping", -1),
+    ("rope_parameters", {"sliding_attention": {"rope_theta": 1e4}}), ("rope_theta", 1e4),
+    ("model_type", "gemma3_text"),
+])  # fmt: skip
+def test_what_was_not_checked_of_gemma4_is_refused(key, value):
+    config = json.loads((golden("gemma4-moe-tiny") / "config.json").read_text())
+    wrong = config | {"text_config": config["text_config"] | {key: value}}
+    refused(lambda: read_target(wrong), "head_dim" if "33" in f"{value}" else key)
+
+
+@pytest.mark.parametrize("key", ["global_head_dim", "num_global_key_value_heads", "rope_parameters"])
+def test_sizes_of_gemma4s_full_layers_have_no_default(key):
+    config = json.loads((golden("gemma4-tiny") / "config.legacy.json").read_text())
+    refused(lambda: read_target({name: value for name, value in config.items() if name != key}), key)
+
+
+@pytest.mark.parametrize("kind, more, words", [
+    ("full_attention", {"partial_rotary_factor": None}, "partial_rotary_factor"),
+    ("full_attention", {"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
+    ("full_attention", {"factor": 0}, "factor"), ("full_attention", {"rope_theta": None}, "rope_theta"),
+    ("sliding_attention", {"mystery": 1}, "mystery"), ("sliding_attention", {"rope_type": "x"}, "rope_type"),
+])  # fmt: skip
+def test_ropes_of_kinds_of_layers_are_read_completely(kind, more, words):
+    config = json.loads((golden("gemma4-tiny") / "config.json").read_text())
+    ropes = config["rope_parameters"]
+    wrong = config | {"rope_parameters": ropes | {kind: ropes[kind] | more}}
+    refused(lambda: read_target(wrong), f"rope_parameters.{kind}", words)
+
+
+def test_a_multimodal_checkpoint_is_read_where_it_is_text():
+    """Tensors of other parts are skipped by name; the tie flag may stand at either level."""
+    config, tensors, bind = opened("gemma4-moe-tiny")
+    one = tensors["model.language_model.norm.weight"]
+    parts = {f"model.{part}.x.weight": one for part in ("vision_tower", "embed_vision", "audio_tower",
+                                                        "embed_audio")}  # fmt: skip
+    assert bind(tensors | parts).keys() == bind(tensors).keys()
+    refused(lambda: bind(tensors | {"model.mystery_tower.x.weight": one}), "model.mystery_tower.x.weight")
+    usual, text = read_target(config), config["text_config"]
+    below = {key: value for key, value in config.items() if key != "tie_word_embeddings"}
+    above = config | {"text_config": text | {"tie_word_embeddings": None}}
+    assert read_target(below) == read_target(above) == usual and usual.tied
+    neither = below | {"text_config": text | {"tie_word_embeddings": False}}
+    assert not read_target(neither).tied
+    refused(lambda: bind_as(neither, tensors), "lm_head.weight", "tie_word_embeddings")
+    stops = config | {"eos_token_id": [1, 106], "text_config": text | {"eos_token_id": 1}}
+    assert read_target(stops).stop_ids == (1, 106)
+    refused(lambda: read_target({key: config[key] for key in ("architectures", "model_type")}), "text_config")
+
+
+def bind_as(config, tensors):
+    return names.bind_target(read_target(config), tensors)
 
 
 def test_a_scale_that_stands_for_no_number_is_refused_by_name(tmp_path):

@@ -52,6 +52,7 @@ stop texts
 budget
 the end of the context is said at the call
 memory is foretold
+true shapes run no plain kernel
 a slot goes back to its snapshot
 greedy drafts are ids that the target can choose
 revisions of target and drafter are their own

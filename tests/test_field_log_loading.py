@@ -14,6 +14,7 @@ import pytest
 import minidflash as md
 from minidflash.errors import UserError
 from tests.automaton import EOS, build, write_safetensors
+from tests.conftest import FULL
 from tests.random_pair import write_random
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -169,10 +170,10 @@ def test_f55_short_prompts(tmp_path, length):
     automaton = open_pair(build(tmp_path / "fx"))
     both(automaton, ([9] * 16 + [5])[-length:], 40)
     for name in ("odd", "grouped"):
-        for chunk in (1, 256):
+        for chunk, blocks in ((1, [8]), (256, [16])) if not FULL else ((1, [8, 16]), (256, [8, 16])):
             engine = open_pair(write_random(tmp_path / name, name), prefill_chunk=chunk)
             prompt = np.random.default_rng(length).integers(0, 97, length).tolist()
-            for block in (8, 16):
+            for block in blocks:
                 both(engine, prompt, 40, block=block)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import minidflash as md
-from tests.conftest import parameters
+from tests.conftest import FULL, parameters
 from tests.golden_files import golden
 from tests.models import engine_of, forward, logits_of, numbers, relative, state_of
 
@@ -18,16 +18,30 @@ TARGETS = [
     "qwen3-moe-tiny",
     "gpt-oss-tiny",
     "gpt-oss-mxfp4-tiny",
+    "gemma4-tiny",
+    "gemma4-moe-tiny",
 ]
+FILES = "config.json", "config.legacy.json"
 exact = pytest.mark.parametrize(
-    "ops", parameters(["oracle", "numba", "emulate", "cuda"], ["f32"]), indirect=True
+    "ops, engine_of_config",
+    [
+        pytest.param(p.values[0], file, id=f"{p.id}-{file}", marks=p.marks)
+        for p in parameters(["oracle", "numba", "emulate", "cuda"], ["f32"])
+        for file in (FILES if p.values[0][0] != "emulate" or FULL else FILES[:1])
+    ],
+    indirect=True,
 )
 CLOSE = (
     1e-3  # logits absolutely; hidden states, K and V relative to the row's RMS (golden README, "Tolerances")
 )
 
 
-@pytest.fixture(params=["config.json", "config.legacy.json"])
+def prompts(ops, few):
+    """Of the golden prompts all, or on the emulator, which is slow, `few`."""
+    return few if ops.name == "emulate" and not FULL else ("p0", "p1")
+
+
+@pytest.fixture
 def engine_of_config(request, tmp_path):
     """(target, ops) -> engine that reads the named config file of the case."""
 
@@ -57,26 +71,29 @@ def test_every_layer_of_a_prompt(ops, target, engine_of_config):
                 assert relative(found, g[f"{p}.cache.{i}.{kind}"]) < CLOSE, f"{p} layer {i} {kind}"
         logits = logits_of(engine, rows)
         assert np.abs(logits - g[f"{p}.logits"]).max() < CLOSE, p
-        ops.embed(rows.ids, engine.target.weights["embed"], 1.0, rows.x)
+        ops.embed(rows.ids, engine.target.embed, engine.target.embed_scale, rows.x)
         assert (ops.download(rows.x) == g[f"{p}.embed"]).all(), f"{p} embed"
 
 
 @exact
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("p", ["p0", "p1"])
-def test_greedy_ids(ops, target, p, engine_of_config):
+def test_greedy_ids(ops, target, engine_of_config):
     engine, g = engine_of_config(target, ops), numbers(target)
-    result = md.generate(engine, g[f"{p}.input_ids"].tolist(), max_tokens=32, drafter=False)
-    assert result.tokens == g[f"{p}.greedy_ids"].tolist()
-    assert result.finish_reason == "length" and result.rounds == []
+    for p in prompts(ops, ["p0"]):
+        result = md.generate(engine, g[f"{p}.input_ids"].tolist(), max_tokens=32, drafter=False)
+        assert result.tokens == g[f"{p}.greedy_ids"].tolist(), p
+        assert result.finish_reason == "length" and result.rounds == []
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_rope_frequencies(target):
     config, g = engine_of(target, None, "oracle", "f32").target.config, numbers(target)
-    frequencies, multiplier = config.ropes[0].frequencies(config.layers[0].head_size)
-    np.testing.assert_array_equal(frequencies, g["rope.inv_freq"])
-    assert multiplier == g["rope.attention_scaling"][0]
+    kinds = ("sliding_attention_", "full_attention_") if len(config.ropes) > 1 else ("",)
+    for i, kind in enumerate(kinds):
+        size = next(layer.head_size for layer in config.layers if layer.rope == i)
+        frequencies, multiplier = config.ropes[i].frequencies(size)
+        np.testing.assert_array_equal(frequencies, g[f"rope.{kind}inv_freq"])
+        assert multiplier == g[f"rope.{kind}attention_scaling"][0]
 
 
 def rotate_neighbours(engine):
@@ -135,7 +152,7 @@ def test_bf16_activations(ops, target):
     """Median row error within 6 % of the logits' spread, and the argmax where it is not close (golden
     README)."""
     engine, g = engine_of(target, None, ops.name, "bf16"), numbers(target)
-    for p in ("p0", "p1"):
+    for p in prompts(ops, ["p1"]):
         ids, want = g[f"{p}.input_ids"], g[f"{p}.logits"]
         _, rows = forward(engine, state_of(engine, len(ids)), ids)
         logits = logits_of(engine, rows)

@@ -19,6 +19,12 @@ PAIRS = [
     "dflash-qwen3-moe-tiny",
     "dflash-gpt-oss-tiny",
     "dflash-gpt-oss-mxfp4-tiny",
+    "dflash-gemma4-tiny",
+    "dflash-gemma4-moe-tiny",
+    "dflash-qwen3-noncausal-tiny",
+    "dflash-qwen3-causal-tiny",
+    "dflash-llama-scaled-tiny",
+    "dflash-speculators-tiny",
 ]
 CLOSE, NORMED, CLEAR = (
     1e-3,
@@ -56,13 +62,12 @@ class Spy:
         return call
 
 
-def draft_logits(engine, s):
-    """f32 (B - 1, V): what the head ranks for slots 1 .. B-1."""
-    ops, count = engine.ops, len(s.draft_rows.ids)
-    target, w = engine.target, engine.drafter.weights
-    out = ops.array((count, target.config.vocab), "f32")
-    work = ops.array((ops.backend.work_size(count, target.config.width, target.config.vocab),), "f32")
-    ops.head_logits(s.draft_rows.x, w["norm"], engine.drafter.config.eps, target.head, work, out)
+def draft_logits(engine, s, curve=(1.0, 0.0)):
+    """f32 (B - 1, V): what the drafter's head gives for slots 1 .. B-1, bare, or scaled and capped."""
+    ops, count, model = engine.ops, len(s.draft_rows.ids), engine.drafter
+    out = ops.array((count, model.head.rows), "f32")
+    work = ops.array((ops.backend.work_size(count, model.head.cols, model.head.rows),), "f32")
+    ops.head_logits(s.draft_rows.x, model.weights["norm"], model.config.eps, model.head, *curve, work, out)
     return ops.download(out)[1:]
 
 
@@ -91,14 +96,22 @@ def compare_call(engine, s, g, k, fresh):
         for kind in "kv":
             first, found = last_keys(ops, getattr(s.drafter_caches[i], kind), start + B)
             assert relative(found, get[f"s{k}.kv.{i}.{kind}"][:, first:]) < CLOSE, f"layer {i} {kind}"
-    want = get[f"s{k}.draft_logits"]
-    logits = draft_logits(engine, s)
-    assert np.abs(logits - want).max() < CLOSE
+    found = {"": draft_logits(engine, s), "_final": draft_logits(engine, s, config.curve)}
+    known = [kind for kind in found if f"s{k}.draft_logits{kind}" in get]
+    for kind in known:
+        want = get[f"s{k}.draft_logits{kind}"]
+        assert np.abs(found[kind] - want).max() < CLOSE, f"draft_logits{kind}"
+    assert known and (config.curve == (1, 0)) == ("_final" not in known)
     top = np.sort(want, axis=-1)[:, ::-1]
     is_clear = top[:, 0] - top[:, 1] > CLEAR
     ids = ops.download(s.drafts)[0, 1:]
-    assert (ids == want.argmax(-1))[is_clear].all()
-    assert (ids == logits.argmax(-1)).all()
+    names = (
+        np.arange(engine.target.config.vocab)
+        if engine.drafter.names is None
+        else ops.download(engine.drafter.names)
+    )
+    assert (ids == names[want.argmax(-1)])[is_clear].all()
+    assert (ids == names[found[""].argmax(-1)]).all()
 
 
 @exact
@@ -126,7 +139,7 @@ def test_inside_of_two_drafter_calls(ops, pair):
     "ops, case",
     parameters_with(
         [(pair, b) for pair in PAIRS for b in (4, 8, 16)],
-        [("dflash-qwen3-trained", 8), ("dflash-qwen3-swa-tiny", 4)],
+        [("dflash-qwen3-trained", 8), ("dflash-qwen3-swa-tiny", 4), ("dflash-speculators-tiny", 16)],
         activations=["f32"],
     ),
     indirect=["ops"],
@@ -200,7 +213,9 @@ def test_stop_runs(ops, pair):
 
 @pytest.mark.parametrize(
     "ops, pair",
-    parameters_with(PAIRS, ["dflash-qwen3-trained"], ["numba", "emulate", "cuda"], ["bf16"]),
+    parameters_with(
+        PAIRS, ["dflash-qwen3-trained", "dflash-speculators-tiny"], ["numba", "emulate", "cuda"], ["bf16"]
+    ),
     indirect=["ops"],
 )
 def test_bf16_activations_draft_the_plain_text(ops, pair):

@@ -8,7 +8,7 @@ import minidflash as md
 from minidflash import drafter, loop
 from minidflash.request import Request, release, reserve
 from tests.compare import assert_same_bits
-from tests.conftest import parameters_with
+from tests.conftest import FULL, parameters_with
 from tests.golden_files import golden
 from tests.models import engine_of, forward, logits_of, state_of, target_of
 
@@ -16,11 +16,20 @@ MAKERS = "numba", "emulate", "cuda"
 WIDTHS = 1, 2, 7, 16
 
 
-@pytest.mark.parametrize("target", ["qwen3-tiny", "llama-tiny"])
+TARGETS = "qwen3-tiny", "llama-tiny"
+
+
 @pytest.mark.parametrize(
-    "ops, context", parameters_with([1, 37, 120, 127, 128, 250], [120], MAKERS), indirect=["ops"]
+    "ops, context, target",
+    [
+        pytest.param(*p.values, target, id=f"{p.id}-{target}", marks=p.marks)
+        for p in parameters_with([1, 37, 120, 127, 128, 250], [120], MAKERS)
+        for target in TARGETS
+        if FULL or p.values[0][0] != "emulate" or target == TARGETS[p.values[0][1] == "bf16"]
+    ],
+    indirect=["ops"],
 )
-def test_verify_widths(ops, target, context):
+def test_verify_widths(ops, context, target):
     """Rows context .. context+15 in passes of 1, 2, 7 and 16: every layer's stream, the caches,
     the logits."""
     engine = engine_of(target, None, ops.name, ops.activations)

@@ -74,6 +74,7 @@ def test_the_command_prints_a_row(capsys):
 COUNTED = {
     "smollm2-135m": (0.1345, None), "qwen3-4b": (4.02, 537), "qwen3-8b": (8.19, 1049),
     "llama-3.1-8b": (8.03, 1049),
+    "gemma-4-31b": (30.7, 1536), "gemma-4-26b-a4b": (25.2, 430),
     "qwen3-coder-30b-a3b": (30.5, 474), "gpt-oss-20b": (20.9, 785), "gpt-oss-120b": (116.8, 785),
 }  # fmt: skip
 
@@ -83,10 +84,14 @@ def test_sizes_are_those_of_the_published_models(name):
     m, d = SIZES[name], SIZES[name].drafter
     mlp = 3 * m.F * m.D
     if m.E:
-        mlp = m.E * (mlp + m.D + m.bias * (2 * m.F + m.D + 1))  # a router too
+        mlp = m.E * (mlp + m.D + m.bias * (2 * m.F + m.D + 1)) + 3 * m.dense * m.D  # a router too
     layer = 2 * (m.H + m.G) * m.K * m.D + m.bias * (m.H * m.K + 2 * m.G * m.K + m.D) + mlp
     counted, drafted = COUNTED[name]
-    assert (2 - m.tied) * m.V * m.D + m.layers * layer == pytest.approx(1e9 * counted, rel=2e-3)
+    total = m.layers * layer
+    if m.full:  # values are the keys there
+        groups, size = m.full
+        total += m.windows.count(0) * m.D * ((2 * m.H + groups) * size - 2 * (m.H + m.G) * m.K)
+    assert (2 - m.tied) * m.V * m.D + total == pytest.approx(1e9 * counted, rel=2e-3)
     if drafted:
         drafter = d.layers * (2 * (d.H + d.G) * d.K * m.D + 3 * d.F * m.D) + len(d.taps) * m.D**2
         assert drafter == pytest.approx(1e6 * drafted, rel=2e-3)
@@ -104,14 +109,14 @@ def test_the_embedded_drafter_is_the_one_that_is_timed():
 
 @pytest.mark.parametrize("name", SIZES)
 def test_what_is_timed_is_a_model(name):
-    """Letters as the rows have them; a drafter's heads are its target's,
-    since there is one set of letters."""
+    """Letters as the rows have them; a drafter's heads are its target's, since there is one set of letters,
+    but where layers differ."""
     m, d = SIZES[name], SIZES[name].drafter
-    assert (d.H, d.G, d.K) == (m.H, m.G, m.K) and m.dims["C"] == len(d.taps) * m.D
+    assert ((d.H, d.G, d.K) == (m.H, m.G, m.K) or m.full) and m.dims["C"] == len(d.taps) * m.D
     assert max(d.taps) < m.layers and list(d.taps) == sorted(set(d.taps))
     assert bool(m.E) == bool(m.U) == bool(m.experts) == ("E" in m.dims) and m.U <= m.E
     assert len(m.windows) == m.layers and set(m.windows) <= {0, m.window}
-    ways = {"qkv": m.H * m.K + 2 * m.G * m.K, "head": m.V, "inject": 2 * d.layers * m.G * m.K}
+    ways = {"qkv": m.H * m.K + 2 * m.G * m.K, "head": m.V, "inject": 2 * d.layers * d.G * d.K}
     assert {row: m.products[row] for row in ways} == {row: (rows, m.D) for row, rows in ways.items()}
     assert m.products["o"] == (m.D, m.H * m.K) and m.products["fuse"] == (m.D, m.dims["C"])
     assert m.products["gate_up"] == (2 * m.products["down"][1], m.D)

@@ -9,12 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from minidflash.kernels import cpu, open_ops, source, table
+from minidflash.kernels import cpu, open_ops, source
 from minidflash.kernels.gpu import EmulateBackend, GpuBackend, fast, prefill
 from minidflash.kernels.ops import Ops
 from minidflash.kernels.table import ROWS
 
-from minidflash.cli import ladder
+from minidflash.cli import kernels_bench, ladder
 from minidflash.cli.kernels_bench import arguments
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -135,7 +135,8 @@ def test_a_ladder_names_what_is_launched(name, monkeypatch):
         who: {(s.file, s.name) for s in steps if s.file.endswith(".cu")} for who, steps in found.items()
     }
     variant, seen = launched(name, "f32")
-    monkeypatch.setattr(table, "PLAIN_ONLY", {})  # what only plain kernels do is asked for too
+    monkeypatch.setattr(kernels_bench, "NOT_TIMED", ())  # what is left out of times is asked for too
+    monkeypatch.setattr(kernels_bench, "CURVE", {"multiplier": 0.5, "cap": 30.0})
     assert variant == "plain" and seen | launched(name, "f32")[1] == kernels["plain"]
     monkeypatch.undo()
     assert ("fast" in found) == (name in fast.FAST) and ("prefill" in found) == (name in prefill.PREFILL)

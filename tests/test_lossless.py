@@ -24,7 +24,7 @@ GOLDEN = {
     "dflash-qwen3-trained": "qwen3-tiny", "dflash-qwen3-tiny": "qwen3-tiny",
     "dflash-qwen3-swa-tiny": "qwen3-tiny",
     "dflash-llama-tiny": "llama-tiny", "dflash-qwen3-moe-tiny": "qwen3-moe-tiny",
-    "dflash-gpt-oss-mxfp4-tiny": "gpt-oss-mxfp4-tiny",
+    "dflash-gpt-oss-mxfp4-tiny": "gpt-oss-mxfp4-tiny", "dflash-gemma4-tiny": "gemma4-tiny",
 }  # fmt: skip
 SLIDING = (["sliding_attention", "full_attention", "sliding_attention"], 9, False)
 RANDOM = {

@@ -4,7 +4,8 @@ too many or too large is named."""
 import numpy as np
 import pytest
 from minidflash.weights import open_checkpoint
-from minidflash.weights.names import bind_drafter, bind_target
+from minidflash.weights.drafter_names import bind_drafter
+from minidflash.weights.names import bind_target
 from minidflash.weights.safetensors_io import SINGLE, read_file
 
 from minidflash.config import read_drafter, read_target

@@ -14,6 +14,8 @@ KNOWN = {
     "Qwen3-Coder-30B-A3B": (30.5e9, 474e6, 61.1e9),
     "gpt-oss-20b": (20.9e9, 785e6, 13.8e9),
     "gpt-oss-120b": (116.8e9, 785e6, 65.2e9),
+    "gemma-4-31B": (30.7e9, 1536e6, 61.4e9),
+    "gemma-4-26B-A4B": (25.2e9, 430e6, 50.4e9),
 }
 
 
@@ -46,7 +48,8 @@ def test_info_resolves_a_pair_without_weights(mdf, folders, name):
     assert facts["mask_id"]["value"] == own["dflash_config"]["mask_token_id"]
     assert facts["block"]["value"] == own["block_size"]
     text = mdf("info", "--target", target, "--drafter", drafter, "--ctx", 8192)[1]
-    assert "no weights here" in text and "experts a layer expected" in text and "pays from tau" in text
+    assert "no weights here" in text and "pays from tau" in text
+    assert ("experts a layer expected" in text) == (name != "gemma-4-31B")
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -55,7 +58,7 @@ def test_weights_have_the_bytes_that_are_published(folders, name):
     target = sum(bound.nbytes for bound in pair.target.bound.values())
     assert target == pytest.approx(KNOWN[name][2], rel=5e-3)
     parts = costs.weight_parts(pair)
-    assert sum(parts.values()) == pair.weights and parts["experts"] > 0.7 * target
+    assert sum(parts.values()) == pair.weights and (name == "gemma-4-31B" or parts["experts"] > 0.7 * target)
 
 
 def test_the_largest_fits_one_card_of_80_gb_with_a_context_of_8192(folders):
@@ -66,11 +69,12 @@ def test_the_largest_fits_one_card_of_80_gb_with_a_context_of_8192(folders):
 
 @pytest.mark.parametrize("name, rows, experts, gigabytes", [
     ("Qwen3-Coder-30B-A3B", 16, 82, 40), ("gpt-oss-20b", 16, 28, 11.4), ("gpt-oss-120b", 16, 51, 27),
+    ("gemma-4-26B-A4B", 16, 82, 34),
 ])  # fmt: skip
 def test_expected_experts_and_bytes_of_a_pass_are_those_of_the_spec(folders, name, rows, experts, gigabytes):
     """models.md 9: weights of a verify pass of 16 rows whose routing is independent."""
     pair = open_pair(*folders(name), needs_weights=False)
-    head = pair.target.bound["head"].nbytes
+    head = pair.target.bound.get("head", pair.target.bound["embed"]).nbytes
     step = costs._verify("verify", pair.target, rows, head, 0, 2)
     assert step.experts == pytest.approx(experts, abs=0.6)
     assert step.bytes == pytest.approx(gigabytes * 1e9, rel=0.03)

@@ -23,7 +23,7 @@ from tests.test_contract import edit
         (0, {"num_hidden_layers": 2**52}, "num_hidden_layers is 4503599627370496"),
         (1, {"num_hidden_layers": 10**8, "layer_types": None}, "num_hidden_layers is 100000000, need fewer"),
         (0, {"vocab_size": 2**52}, "vocab_size is 4503599627370496"),
-        (0, {"vocab_size": 2**31 - 1}, "config.json makes it"),
+        (0, {"vocab_size": 2**31 - 1}, "vocab_size is 64, the target's is 2147483647: not a pair"),
         (0, {"max_position_embeddings": 2**52}, "max_position_embeddings is 4503599627370496"),
         (1, {"block_size": 65}, "block_size is 65, need a whole number of at least 1, at most 64"),
         (1, {"block_size": 10**9}, "block_size is 1000000000"),

@@ -62,11 +62,11 @@ class GgufTensors(Mapping):
 
 
 @dataclass(frozen=True)
-class Rounded:
-    """A tensor whose numbers are rounded to bf16 when they are asked for."""
+class Converted:
+    """A tensor whose numbers become f32, or are rounded to bf16, when they are asked for."""
 
     tensor: GgufTensor
-    dtype: str = "BF16"
+    dtype: str
 
     @property
     def name(self):
@@ -78,11 +78,12 @@ class Rounded:
 
     @property
     def nbytes(self):
-        return 2 * int(np.prod(self.shape))
+        return int(np.prod(self.shape)) * {"BF16": 2, "F32": 4}[self.dtype]
 
     @property
     def array(self):
-        return self.tensor.widened().astype(ml_dtypes.bfloat16).view(np.uint16)
+        found = self.tensor.widened()
+        return found.astype(ml_dtypes.bfloat16).view(np.uint16) if self.dtype == "BF16" else found
 
     def drop(self):
         self.tensor.drop()
@@ -90,7 +91,14 @@ class Rounded:
 
 def rounded(tensors):
     """GgufTensors as they would be in a bf16 checkpoint."""
-    return GgufTensors({name: Rounded(tensor) for name, tensor in tensors.items()}, tensors.spelling)
+    return GgufTensors(
+        {name: Converted(tensor, "BF16") for name, tensor in tensors.items()}, tensors.spelling
+    )
+
+
+def without_blocks(tensors):
+    """name -> tensor, blocks as f32: a drafter runs on every backend, and is small."""
+    return {name: Converted(tensor, "F32") if tensor.kind else tensor for name, tensor in tensors.items()}
 
 
 def open_gguf(path):

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from minidflash.weights.safetensors_io import INDEX, SINGLE, read_json
+from minidflash.weights.safetensors_io import INDEX, weight_names
 
 from minidflash.errors import UserError
 
@@ -17,8 +17,18 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 EMBEDDED = Path(__file__).parent / "default"
 
 
-def resolve(spec, role, revision=None, offline=False, progress=None):
-    """The local folder of a checkpoint, fetched if need be, or a GGUF file.
+COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def commit_of(spec, folder):
+    """The commit whose snapshot on the hub a resolved folder is; None: it is no such snapshot."""
+    is_snapshot = folder.parent.name == "snapshots" and COMMIT.fullmatch(folder.name)
+    return folder.name if is_snapshot and Path(str(spec)).expanduser() != folder else None
+
+
+def resolve(spec, role, revision=None, offline=False, progress=None, needs_weights=True):
+    """The local folder of a checkpoint, fetched if need be, its weights only if they are needed; or a
+    GGUF file.
 
     Errors: UserError; code 3 when the network, a package or the disk is what is missing. Source: engine.md 4.
     """
@@ -34,19 +44,17 @@ def resolve(spec, role, revision=None, offline=False, progress=None):
 
         return default_target(offline, progress)
     path = Path(text).expanduser()
-    if text and (path.is_dir() or (role == "target" and path.suffix == ".gguf" and path.is_file())):
+    if text and (path.is_dir() or (path.suffix == ".gguf" and path.is_file())):
         return path
     if path.suffix == ".gguf" or path.is_file():
-        what = "this is a file"
-        if path.suffix == ".gguf":
-            what = "no such GGUF file" if role == "target" else "GGUF files are not read"
+        what = "no such GGUF file" if path.suffix == ".gguf" else "this is a file"
         raise UserError(f"{role} {text}: {what}, need a folder, a Hugging Face id or default")
     if isinstance(spec, Path) or not HUB_ID.fullmatch(text):
         raise UserError(f"no {role} folder {text}", hint="give a folder, a Hugging Face id or default")
-    return _fetch(text, role, revision, offline, progress)
+    return _fetch(text, role, revision, offline, progress, needs_weights)
 
 
-def _fetch(repo, role, revision, offline, progress):
+def _fetch(repo, role, revision, offline, progress, needs_weights):
     """Snapshot folder of a hub repository: what is read at its root, then just the weight files it names."""
     try:
         import huggingface_hub as hub
@@ -68,11 +76,9 @@ def _fetch(repo, role, revision, offline, progress):
 
     try:
         folder = snapshot(FILES)
-        wanted = {SINGLE}
-        if (folder / INDEX).is_file():
-            wanted = set(map(str, (read_json(folder / INDEX).get("weight_map") or {}).values()))
-        if any(not (folder / name).is_file() for name in wanted):
-            folder = snapshot([*FILES, *sorted(wanted)])
+        wanted = weight_names(folder) if needs_weights else []
+        if not all((folder / name).is_file() for name in wanted):
+            folder = snapshot([*FILES, *wanted])
     except UserError:
         raise
     except errors.GatedRepoError:
@@ -83,18 +89,22 @@ def _fetch(repo, role, revision, offline, progress):
         raise UserError(f"{where}: no such revision") from None
     except errors.RepositoryNotFoundError:
         raise UserError(
-            f"{where}: no such folder, and no such repository", hint="check the spelling"
+            f"{where}: no such folder, and no such repository",
+            hint="check the spelling; if it is private: hf auth login, or set HF_TOKEN",
         ) from None
     except errors.HFValidationError:
         raise UserError(f"{where}: no such folder, and not a Hugging Face id") from None
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+        is_offline = offline or hub.constants.HF_HUB_OFFLINE
         hint = (
             "run once without --offline and HF_HUB_OFFLINE"
-            if offline or hub.constants.HF_HUB_OFFLINE
-            else None
+            if is_offline
+            else "check the network, or give a folder"
         )
-        hint = hint or "check the network, or give a folder"
-        raise UserError(f"{where} is neither a folder nor in the local cache", hint, code=3) from None
+        what = "is neither a folder nor in the local cache"
+        if isinstance(error, errors.IncompleteSnapshotError):
+            what = "is only partly in the local cache"
+        raise UserError(f"{where} {what}", hint, code=3) from None
     except Exception as error:  # the client's own network errors come from more than one library
         reason = " ".join(str(error).split())[:160] or type(error).__name__
         raise UserError(

@@ -11,12 +11,9 @@ import numpy as np
 from minidflash.kernels.blocks import KINDS
 from minidflash.kernels.weight import (
     BITS,
-    EXPERT_PAIRS,
-    EXPERTS,
     MATRIX,
     PAIRS,
     TABLE,
-    TILE,
     VECTOR,
     stored_bytes,
 )
@@ -26,13 +23,14 @@ from minidflash.errors import UserError
 
 PLAIN_DTYPES = ("BF16", "F32", "F16")  # F16 widens to f32, exactly
 WEIGHT_DTYPES = (*PLAIN_DTYPES, *(name.upper() for name in KINDS))
-# Buffers that old exports carry and that follow from the config.
-SKIPPED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
-EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-FOREIGN = {
-    "lm_head.weight": "a head of its own", "d2t": "a reduced vocabulary", "t2d": "a reduced vocabulary",
-    "embed_tokens.weight": "an embedding of its own", "mask_embedding": "a mask embedding of its own",
-}  # fmt: skip
+# Buffers that old exports carry and that follow from the config; parts of a multimodal model that read no
+# text.
+SKIPPED = re.compile(
+    r"model\.(language_model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
+    r"|model\.(vision_tower|embed_vision|audio_tower|embed_audio)\..+"
+)
+HEAD = "lm_head.weight"
+IDS, MARKS = "ids", "marks"  # roles of what maps ids, no Weights
 
 
 @dataclass(frozen=True)
@@ -51,6 +49,8 @@ class Named:
     @property
     def dtypes(self):
         """What the sources may be stored as."""
+        if self.role in (IDS, MARKS):
+            return ("I64",) if self.role == IDS else ("BOOL",)
         if self.transform.startswith("blocks"):
             return ("U8",)
         return PLAIN_DTYPES if self.role == VECTOR else WEIGHT_DTYPES
@@ -96,102 +96,75 @@ def matrix(*names, rows, cols, role=MATRIX):
 def attention(stack, layer, theirs):
     """models.md 1, 2, 7.1."""
     at, width, size = theirs + "self_attn.", stack.width, layer.head_size
-    keys, values = (f"{at}{name}_proj.weight" for name in "kv")
+    kinds = "k" if layer.shares_kv else "kv"
+    each = layer.kv_rows // len(kinds)
     table = {
         "attn_norm": vector(theirs + "input_layernorm.weight", size=width),
         "q": matrix(at + "q_proj.weight", rows=layer.q_rows, cols=width),
-        "kv": matrix(keys, values, rows=layer.kv_rows // 2, cols=width),
+        "kv": matrix(*(f"{at}{name}_proj.weight" for name in kinds), rows=each, cols=width),
         "o": matrix(at + "o_proj.weight", rows=width, cols=layer.q_rows),
     }
     if layer.attention_bias:
         table["q_bias"] = vector(at + "q_proj.bias", size=layer.q_rows)
-        table["kv_bias"] = vector(*(f"{at}{name}_proj.bias" for name in "kv"), size=layer.kv_rows // 2)
+        table["kv_bias"] = vector(*(f"{at}{name}_proj.bias" for name in kinds), size=each)
         table["o_bias"] = vector(at + "o_proj.bias", size=width)
     if layer.sinks:
         table["sinks"] = vector(at + "sinks", size=layer.heads)
     if layer.qk_norm:
         table |= {f"{name}_norm": vector(f"{at}{name}_norm.weight", size=size) for name in "qk"}
+    if layer.end_norms:
+        table["o_norm"] = vector(theirs + "post_attention_layernorm.weight", size=width)
     return table
 
 
 def mlp(stack, layer, theirs):
-    """SwiGLU behind its norm: models.md 1."""
+    """Gate, up and down behind their norm, perhaps with an end: models.md 1, 5."""
+    end = ended(stack, layer, theirs, "down") if layer.end_norms else {}
+    return dense(stack, theirs, layer.ffn_width, ffn_norm(layer)) | end
+
+
+def ffn_norm(layer):
+    """What the norm before an ffn is called: where mixers end with a norm, that one has its name."""
+    return "pre_feedforward_layernorm" if layer.end_norms else "post_attention_layernorm"
+
+
+def dense(stack, theirs, inner, norm):
+    """An mlp behind the norm of that name."""
     at, width = theirs + "mlp.", stack.width
     gate, up = (f"{at}{name}_proj.weight" for name in ("gate", "up"))
     return {
-        "mlp_norm": vector(theirs + "post_attention_layernorm.weight", size=width),
-        "gate_up": matrix(gate, up, rows=layer.ffn_width, cols=width, role=PAIRS),
-        "down": matrix(at + "down_proj.weight", rows=width, cols=layer.ffn_width),
+        "mlp_norm": vector(f"{theirs}{norm}.weight", size=width),
+        "gate_up": matrix(gate, up, rows=inner, cols=width, role=PAIRS),
+        "down": matrix(at + "down_proj.weight", rows=width, cols=inner),
     }
+
+
+def ended(stack, layer, theirs, name):
+    """The end of an ffn: its norm, and the scale of the stream."""
+    table = {name + "_norm": vector(theirs + "post_feedforward_layernorm.weight", size=stack.width)}
+    return table | ({name + "_scale": vector(theirs + "layer_scalar", size=1)} if layer.end_scale else {})
+
+
+def mlp_and_experts(stack, layer, theirs):
+    """An mlp and a mixture side by side, each between norms of its own: models.md 5."""
+    table = dense(stack, theirs, layer.dense_width, ffn_norm(layer)) | ended(stack, layer, theirs, "end")
+    for ours, name in (("dense_norm", "post_feedforward_layernorm_1"),
+                       ("mixed_norm", "post_feedforward_layernorm_2"),
+                       ("experts_norm", "pre_feedforward_layernorm_2")):  # fmt: skip
+        table[ours] = vector(f"{theirs}{name}.weight", size=stack.width)
+    return table | LAYOUTS[layer.experts.layout](stack, layer, theirs)
 
 
 def experts(stack, layer, theirs):
     """A mixture behind its norm, as the files of its layout hold it."""
-    table = {"mlp_norm": vector(theirs + "post_attention_layernorm.weight", size=stack.width)}
+    table = {"experts_norm": vector(theirs + "post_attention_layernorm.weight", size=stack.width)}
     return table | LAYOUTS[layer.experts.layout](stack, layer, theirs + "mlp.")
 
 
-def separate(stack, layer, at):
-    """A tensor for each expert's gate, up and down: models.md 3."""
-    count, width, inner = layer.experts.count, stack.width, layer.ffn_width
-    names = [[f"{at}experts.{e}.{part}_proj.weight" for part in ("gate", "up", "down")] for e in range(count)]
-    pairs = tuple((name, (inner, width)) for gate, up, _ in names for name in (gate, up))
-    return {
-        "router": matrix(at + "gate.weight", rows=count, cols=width),
-        "experts_up": Named(EXPERT_PAIRS, (count, 2 * inner, width), pairs),
-        "experts_down": Named(
-            EXPERTS, (count, width, inner), tuple((down, (width, inner)) for *_, down in names)
-        ),
-    }
+from minidflash.weights.layouts import LAYOUTS
 
-
-def fused(stack, layer, at):
-    """All experts in one tensor, transposed, gate and up interleaved, with biases: models.md 4."""
-    count, width, inner = layer.experts.count, stack.width, layer.ffn_width
-    up, down = at + "experts.gate_up_proj", at + "experts.down_proj"
-    return biased(stack, layer, at) | {
-        "experts_up": Named(
-            EXPERT_PAIRS,
-            (count, 2 * inner, width),
-            ((up, (count, width, 2 * inner)),),
-            "transpose, de-interleave",
-        ),
-        "experts_down": Named(EXPERTS, (count, width, inner), ((down, (count, inner, width)),), "transpose"),
-    }
-
-
-def mxfp4(stack, layer, at):
-    """Blocks of 32 inputs and their scales, rows interleaved: models.md 4."""
-
-    def named(role, name, rows, cols, transform):
-        found = (
-            ("_blocks", (layer.experts.count, rows, cols // 32, 16)),
-            ("_scales", (layer.experts.count, rows, cols // 32)),
-        )
-        sources = tuple((f"{at}experts.{name}_proj{ending}", shape) for ending, shape in found)
-        return Named(role, (layer.experts.count, rows, cols), sources, "blocks and scales" + transform)
-
-    width, inner = stack.width, layer.ffn_width
-    return biased(stack, layer, at) | {
-        "experts_up": named(EXPERT_PAIRS, "gate_up", 2 * inner, width, ", de-interleave"),
-        "experts_down": named(EXPERTS, "down", width, inner, ""),
-    }
-
-
-def biased(stack, layer, at):
-    """gpt-oss's router, and its biases, the same in both layouts."""
-    count, width, inner = layer.experts.count, stack.width, layer.ffn_width
-    up, down = (at + f"experts.{name}_proj_bias" for name in ("gate_up", "down"))
-    return {
-        "router": matrix(at + "router.weight", rows=count, cols=width),
-        "router_bias": vector(at + "router.bias", size=count),
-        "up_bias": Named(VECTOR, (count, 2 * inner), ((up, (count, 2 * inner)),), "de-interleave"),
-        "down_bias": Named(VECTOR, (count, width), ((down, (count, width)),)),
-    }
-
-
-LAYOUTS = {"separate": separate, "fused": fused, "mxfp4": mxfp4}  # of Experts
-PARTS = {"attention": attention, "mlp": mlp, "experts": experts}  # mixers and ffns of a Layer
+# Mixers and ffns of a Layer.
+PARTS = {"attention": attention, "mlp": mlp, "experts": experts, "mlp_and_experts": mlp_and_experts}
 
 
 def layers_of(stack, prefix):
@@ -207,40 +180,18 @@ def layers_of(stack, prefix):
 def target_table(config):
     """Of a target whose head is its embedding, or is bound apart (bind_target)."""
     return {
-        "embed": matrix(EMBED, rows=config.vocab, cols=config.width, role=TABLE),
-        "norm": vector("model.norm.weight", size=config.width),
-        **layers_of(config, "model."),
+        "embed": matrix(embed_of(config), rows=config.vocab, cols=config.width, role=TABLE),
+        "norm": vector(config.prefix + "norm.weight", size=config.width),
+        **layers_of(config, config.prefix),
     }
 
 
-def drafter_table(config):
-    """Of DFlash v1 (models.md 7.1). What injection needs of all layers is one weight:
-    one pass injects into all."""
-    width, table = config.width, layers_of(config, "")
-    for kind in ("kv", "k_norm", "kv_bias"):
-        every = [name for name in table if name.endswith("." + kind)]
-        if every:
-            parts = [table[name] for name in every]
-            rows = sum(part.shape[0] for part in parts)
-            shape = (len(parts), rows // len(parts)) if kind == "k_norm" else (rows, *parts[0].shape[1:])
-            table[kind] = Named(parts[0].role, shape, tuple(one for part in parts for one in part.sources))
-            if kind != "kv" or is_sliced(config):
-                table = {name: named for name, named in table.items() if name not in every}
-    return {
-        "fc": matrix("fc.weight", rows=width, cols=len(config.taps) * width),
-        "hidden_norm": vector("hidden_norm.weight", size=width),
-        "norm": vector("norm.weight", size=width),
-        **table,
-    }
+def embed_of(config):
+    """Name of the tensor that ids are looked up in."""
+    return config.prefix + "embed_tokens.weight"
 
 
-def is_sliced(config):
-    """Whether a drafter's layer sees its rows of the k and v of all layers;
-    odd toy sizes would cut a packed group."""
-    return config.layers[0].kv_rows % TILE == 0
-
-
-def _bind(table, tensors, label, skipped=None):
+def bind(table, tensors, label, skipped=None):
     """Our name -> Bound; refuses what is missing, unknown, of another shape or dtype, by name."""
     wanted = {name: (shape, named.dtypes) for named in table.values() for name, shape in named.sources}
     missing = [name for name in wanted if name not in tensors]
@@ -306,33 +257,16 @@ def bind_target(config, tensors):
     elif not config.tied and config.sources.get("tied") == "tie_word_embeddings":
         hint = "an incomplete checkpoint; a shared head would need tie_word_embeddings true"
         raise UserError(f"target tensor {HEAD} is missing, and tie_word_embeddings is false", hint=hint)
-    bound = _bind(table, tensors, "target", SKIPPED)
+    bound = bind(table, tensors, "target", SKIPPED)
     if has_head and config.tied:
-        if not _same_bits(tensors[EMBED], tensors[HEAD]):
+        embed = embed_of(config)
+        if not _same_bits(tensors[embed], tensors[HEAD]):
             hint = "one of the two is wrong; set tie_word_embeddings false to use the head"
             raise UserError(
-                f"target tensor {HEAD} differs from {EMBED}, yet tie_word_embeddings is true", hint=hint
+                f"target tensor {HEAD} differs from {embed}, yet tie_word_embeddings is true", hint=hint
             )
         del bound["head"]
     return bound
-
-
-def bind_drafter(config, tensors):
-    """Our name -> Bound of a drafter; it shares the target's embedding and head.
-
-    config: DrafterConfig. Errors: UserError naming the tensor. Source: models.md 7.1, dflash.md 1.2, 2.6.
-    """
-    for name, what in FOREIGN.items():
-        for found in (name, "model." + name):
-            if found in tensors:
-                raise UserError(f"drafter tensor {found}: a drafter with {what} is not built")
-    fc = tensors.get("fc.weight")
-    count = len(config.taps)
-    if fc is not None and len(fc.shape) == 2 and fc.shape[1] != count * config.width:
-        source = config.sources.get("taps", "target_layer_ids")
-        found = f"drafter tensor fc.weight takes {fc.shape[1]} inputs"
-        raise UserError(f"{found}, {source} names {count} taps of width {config.width}")
-    return _bind(drafter_table(config), tensors, "drafter")
 
 
 @dataclass(frozen=True)
@@ -345,7 +279,7 @@ class Foretold:
 
     @property
     def nbytes(self):
-        return int(np.prod(self.shape)) * (1 if self.dtype == "U8" else 2)
+        return int(np.prod(self.shape)) * {"U8": 1, "I64": 8}.get(self.dtype, 2)
 
 
 def foretell_target(config, tensors=None):
@@ -354,17 +288,12 @@ def foretell_target(config, tensors=None):
     table = target_table(config)
     if not config.tied:
         table["head"] = matrix(HEAD, rows=config.vocab, cols=config.width)
-    return _foretell(table)
+    return foretell(table)
 
 
-def foretell_drafter(config, tensors=None):
-    """The same of a drafter."""
-    return _foretell(drafter_table(config))
-
-
-def _foretell(table):
+def foretell(table):
     tensors = {
-        name: Foretold(name, shape, "U8" if named.dtypes == ("U8",) else "BF16")
+        name: Foretold(name, shape, named.dtypes[0])
         for named in table.values()
         for name, shape in named.sources
     }

@@ -224,9 +224,11 @@ def _entry(path, name, entry):
     return dtype, tuple(shape), *offsets
 
 
-def has_weights(folder):
-    """Whether a folder holds weight files that `open_tensors` reads."""
-    return any((Path(folder) / name).exists() for name in (INDEX, SINGLE))
+def weight_names(folder):
+    """Names of the weight files that a folder is meant to hold: what its index names, else the single one."""
+    folder = Path(folder)
+    place = read_json(folder / INDEX).get("weight_map") if (folder / INDEX).is_file() else None
+    return sorted(set(map(str, place.values()))) if isinstance(place, dict) and place else [SINGLE]
 
 
 def open_tensors(folder):

@@ -10,6 +10,7 @@ from math import prod
 from typing import Any
 
 import numpy as np
+from minidflash.kernels.oracle import real
 from minidflash.kernels.weight import stored_bytes
 
 from minidflash.errors import UserError
@@ -112,6 +113,19 @@ def columns_apart(tensors):
     return [Part(tensor, tensor.shape, lambda array: np.ascontiguousarray(apart(array.T).T))]
 
 
+def each(tensors):
+    """Of (E, rows, cols), every expert's (rows, cols)."""
+    (tensor,) = tensors
+    count, *shape = tensor.shape
+    return [Part(tensor, tuple(shape), lambda array, e=e: array[e]) for e in range(count)]
+
+
+def over_root(tensors):
+    """A vector over the root of its size."""
+    (tensor,) = tensors
+    return [Part(tensor, tensor.shape, lambda array: np.float32(real(array) * array.size**-0.5))]
+
+
 def blocks(tensors):
     """Of blocks (E, rows, groups, 16) and scales (E, rows, groups), every expert's."""
     return [BlockPart(*tensors, e, np.ascontiguousarray) for e in range(tensors[0].shape[0])]
@@ -124,6 +138,6 @@ def blocks_apart(tensors):
 
 TRANSFORMS = {
     "stack": stack, "transpose": transpose, "transpose, de-interleave": transpose_apart,
-    "de-interleave": columns_apart, "blocks and scales": blocks,
+    "de-interleave": columns_apart, "each": each, "over root": over_root, "blocks and scales": blocks,
     "blocks and scales, de-interleave": blocks_apart,
 }  # fmt: skip

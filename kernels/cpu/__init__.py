@@ -27,7 +27,7 @@ from .packing import pack, pack_blocks
 _LOCK = threading.Lock()
 _FILES = {
     "stage": "control", "stage_context": "control", "accept": "control", "propose": "sample",
-    "reject": "sample",
+    "reject": "sample", "widen": "control",
 }  # fmt: skip
 
 

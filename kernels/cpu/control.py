@@ -1,5 +1,7 @@
-"""stage, stage_context, accept: the integers of a round. The oracle's functions say the rule;
+"""stage, stage_context, accept, widen: the integers of a round. The oracle's functions say the rule;
 these are compiled."""
+
+import numpy as np
 
 from ..record import ACCEPTED, EMITTED, NOT_FINITE, OUT_OF_BUDGET, STOPPED, TOKENS, WHY
 from .jit import jit
@@ -84,3 +86,22 @@ def _accept(drafts, choice, stop, start, anchor, fresh, left, done, record, kept
 
 def accept(backend, *args):
     _accept(*args)
+
+
+@jit
+def _widen(pick, pos, names, narrow, ids, mass):
+    for r in pick:
+        if pos[r] < 0:
+            continue
+        if ids[r] >= 0:
+            ids[r] = names[ids[r]]
+        if len(mass):
+            mass[r] = np.float32(0)
+            for n in range(len(names)):
+                if narrow[r, n] > 0:
+                    mass[r, names[n]] = narrow[r, n]
+
+
+def widen(backend, pick, pos, names, narrow, ids, mass):
+    none = backend.none_pairs
+    _widen(pick, pos, names, none if mass is None else narrow, ids, none if mass is None else mass)

@@ -28,8 +28,9 @@ def _products(w, order, first, e, tile, count, work, at, y_at, cols, width):
 
 
 @jit
-def _add_row(t, bias, expert, share, row, work, y_at, width, first, last):
-    """Outputs first..last-1 of one row: the sum over its experts in router order, then what was there."""
+def _end_row(t, bias, expert, share, adds, row, work, y_at, width, first, last):
+    """Outputs first..last-1 of one row: the sum over its experts in router order, then what was there if it
+    adds."""
     used = expert.shape[1]
     for d in range(first, last):
         total = F(0.0)
@@ -38,11 +39,11 @@ def _add_row(t, bias, expert, share, row, work, y_at, width, first, last):
             if len(bias):
                 y += bias[expert[t, k], d]
             total += share[t, k] * y
-        row[d] = rounded(load(row[d]) + total, row)
+        row[d] = rounded(load(row[d]) + total if adds else total, row)
 
 
 @jit(parallel=True)
-def _run(h, w, bias, expert, share, first, order, tap_row, tap_at, x, taps, work, threads):
+def _run(h, w, bias, expert, share, first, order, adds, tap_row, tap_at, x, taps, work, threads):
     (rows, width), cols, used = x.shape, h.shape[2], h.shape[1]
     tiles, experts = w.shape[1], w.shape[0]
     lay_pairs(h.reshape(rows * used, cols), 1, order, first, work, threads)
@@ -58,15 +59,17 @@ def _run(h, w, bias, expert, share, first, order, tap_row, tap_at, x, taps, work
             begin, end = tile * LANES, min((tile + count) * LANES, width)
             for t in range(rows):
                 if expert[t, 0] >= 0:
-                    _add_row(t, bias, expert, share, x[t], work, y_at, width, begin, end)
+                    _end_row(t, bias, expert, share, adds, x[t], work, y_at, width, begin, end)
                     if len(tap_row) and tap_row[t] >= 0:
                         taps[tap_row[t], tap_at + begin : tap_at + end] = x[t, begin:end]
+                elif not adds:
+                    x[t, begin:end] = 0
             tile += count
 
 
-def experts_down(backend, h, w, bias, expert, share, first, order, tap_row, tap_at, x, taps, work):
+def experts_down(backend, h, w, bias, expert, share, first, order, adds, tap_row, tap_at, x, taps, work):
     if taps is None:
         tap_row = None
     b = backend
     bias, tap_row, taps = b.f2(bias), b.i(tap_row), b.a2(taps)
-    _run(h, w.data, bias, expert, share, first, order, tap_row, tap_at, x, taps, work, b.threads)
+    _run(h, w.data, bias, expert, share, first, order, adds, tap_row, tap_at, x, taps, work, b.threads)

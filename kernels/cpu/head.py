@@ -5,7 +5,7 @@ import numba
 import numpy as np
 
 from .jit import jit
-from .scalar import F, all_finite
+from .scalar import F, all_finite, soft_cap
 from .tiles import lay_tokens, matmul
 
 
@@ -36,14 +36,15 @@ def head(backend, x, pick, norm, eps, w, limit, ids, work):
 
 
 @jit(parallel=True)
-def _run_logits(x, norm, eps, w, work, logits, none_i, threads):
+def _run_logits(x, norm, eps, w, multiplier, cap, work, logits, none_i, threads):
     rows = lay_tokens(x, none_i, norm, eps, work, threads)
     y_at, ld = rows * x.shape[1], w.shape[0] * 16
     matmul(w, rows, x.shape[1], work, y_at, ld, threads)
     for t in numba.prange(x.shape[0]):
         for n in range(logits.shape[1]):
-            logits[t, n] = work[y_at + np.int64(t) * ld + n]
+            logits[t, n] = soft_cap(work[y_at + np.int64(t) * ld + n], multiplier, cap)
 
 
-def head_logits(backend, x, norm, eps, w, work, logits):
-    _run_logits(x, norm, eps, w.data, work, logits, backend.none_i, backend.threads)
+def head_logits(backend, x, norm, eps, w, multiplier, cap, work, logits):
+    curve = F(multiplier), F(cap)
+    _run_logits(x, norm, eps, w.data, *curve, work, logits, backend.none_i, backend.threads)

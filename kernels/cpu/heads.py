@@ -28,21 +28,38 @@ def finish_head(work, at, size, bias, bias_at, norm, norm_at, eps, cos, sin, p):
 
 
 @jit
-def keep_kv(work, at, groups, size, bias, bias_at, norm, norm_at, eps, cos, sin, p, key, cache_k, cache_v):
-    """The k heads, then the v heads, of one row at work[at:] as key `key` of one slot's caches (G, S, K)."""
-    row = key % cache_k.shape[1]
-    for g in range(groups):
-        k_at, v_at = at + g * size, at + (groups + g) * size
-        finish_head(work, k_at, size, bias, bias_at + g * size, norm, norm_at, eps, cos, sin, p)
-        k, v = work[k_at : k_at + size], work[v_at : v_at + size]
-        if len(bias):
-            v += bias[bias_at + (groups + g) * size : bias_at + (groups + g + 1) * size]
-        keep_row(k, cache_k[g, row])
-        keep_row(v, cache_v[g, row])
-
-
-@jit
 def keep_row(values, out):
     """Round a row of f32 into storage."""
     for i in range(len(out)):
         out[i] = rounded(values[i], out)
+
+
+@jit
+def keep_kv(
+    work, at, groups, values, size, bias, bias_at, norm, norm_at, v_norm, eps, cos, sin, p, key, cache_k,
+    cache_v,
+):  # fmt: skip
+    """The k heads, then the v heads, of one row at work[at:] as key `key` of one slot's caches (G, S, K).
+
+    values: heads before the first v head; 0: values are what the k heads are before norm and rotation.
+    """
+    row, heads = key % cache_k.shape[1], groups + values
+    if len(bias):
+        work[at : at + heads * size] += bias[bias_at : bias_at + heads * size]
+    for g in range(groups):
+        k_at, v_at = at + g * size, at + (values + g) * size
+        _keep_value(work, v_at, size, v_norm, eps, cache_v[g, row])
+        finish_head(work, k_at, size, bias[:0], 0, norm, norm_at, eps, cos, sin, p)
+        keep_row(work[k_at : k_at + size], cache_k[g, row])
+
+
+@jit
+def _keep_value(work, at, size, norm, eps, out):
+    """work[at : at + size], normed where there is a norm; it stays as it is."""
+    value = work[at : at + size]
+    if len(norm):
+        r = F(1.0) / np.sqrt(row_dot(work, at, work, at, size) / F(size) + F(eps))
+        for i in range(size):
+            out[i] = rounded(norm[i] * (value[i] * r), out)
+    else:
+        keep_row(value, out)

@@ -21,8 +21,8 @@ def _run(f, wkv, kv_bias, k_norm, eps, tables, address, caches, work, none_f, no
             if pos[t] < 0:
                 continue
             y, k, v = y_at + t * ld + first, cache_k[layer, slot[t]], cache_v[layer, slot[t]]
-            keep_kv(work, y, groups, size, kv_bias, first, k_norm, layer * size, eps, cos, sin, pos[t], at[t],
-                    k, v)  # fmt: skip
+            keep_kv(work, y, groups, groups, size, kv_bias, first, k_norm, layer * size, none_f, eps, cos,
+                    sin, pos[t], at[t], k, v)  # fmt: skip
 
 
 def inject(backend, f, wkv, kv_bias, k_norm, eps, cos, sin, slot, pos, at, cache_k, cache_v, work):

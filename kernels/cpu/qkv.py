@@ -8,8 +8,8 @@ from .tiles import lay_tokens, matmul
 
 
 @jit
-def _row(t, biases, norms, eps, tables, address, caches, q, work, y_at, ld, kv_at):
-    (q_bias, kv_bias), (q_norm, k_norm), (cos, sin), (slot, pos, key) = biases, norms, tables, address
+def _row(t, kv_heads, biases, norms, eps, tables, address, caches, q, work, y_at, ld, kv_at):
+    (q_bias, kv_bias), (q_norm, k_norm, v_norm), (cos, sin), (slot, pos, key) = biases, norms, tables, address
     p, heads, size = pos[t], q.shape[1], q.shape[2]
     if p < 0:
         for h in range(heads):
@@ -21,57 +21,32 @@ def _row(t, biases, norms, eps, tables, address, caches, q, work, y_at, ld, kv_a
         finish_head(work, at + h * size, size, q_bias, h * size, q_norm, 0, eps, cos, sin, p)
         keep_row(work[at + h * size : at + (h + 1) * size], q[t, h])
     cache_k, cache_v = caches[0][slot[t]], caches[1][slot[t]]
-    keep_kv(
-        work,
-        at + kv_at,
-        len(cache_k),
-        size,
-        kv_bias,
-        0,
-        k_norm,
-        0,
-        eps,
-        cos,
-        sin,
-        p,
-        key[t],
-        cache_k,
-        cache_v,
-    )
+    groups = len(cache_k)
+    values = kv_heads - groups
+    keep_kv(work, at + kv_at, groups, values, size, kv_bias, 0, k_norm, 0, v_norm, eps, cos, sin, p, key[t],
+            cache_k, cache_v)  # fmt: skip
 
 
 @jit(parallel=True)
-def _run(x, norm, eps, wq, wkv, biases, norms, tables, address, caches, work, q, none_i, threads):
+def _run(x, norm, eps, wq, wkv, kv_heads, biases, norms, tables, address, caches, work, q, none_i, threads):
     rows = lay_tokens(x, none_i, norm, eps, work, threads)
     y_at, kv_at = rows * x.shape[1], wq.shape[0] * 16
     ld = kv_at + wkv.shape[0] * 16
     matmul(wq, rows, x.shape[1], work, y_at, ld, threads)
     matmul(wkv, rows, x.shape[1], work, y_at + kv_at, ld, threads)
     if x.shape[0] == 1:
-        _row(0, biases, norms, eps, tables, address, caches, q, work, y_at, ld, kv_at)
+        _row(0, kv_heads, biases, norms, eps, tables, address, caches, q, work, y_at, ld, kv_at)
     else:
         for t in numba.prange(x.shape[0]):
-            _row(t, biases, norms, eps, tables, address, caches, q, work, y_at, ld, kv_at)
+            _row(t, kv_heads, biases, norms, eps, tables, address, caches, q, work, y_at, ld, kv_at)
 
 
-def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot, pos, at, cache_k,
-        cache_v, work, q):  # fmt: skip
+def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, v_norm, cos, sin, slot, pos, at,
+        cache_k, cache_v, work, q):  # fmt: skip
     b = backend
-    biases, norms = (b.f(q_bias), b.f(kv_bias)), (b.f(q_norm), b.f(k_norm))
+    biases, norms = (b.f(q_bias), b.f(kv_bias)), (b.f(q_norm), b.f(k_norm), b.f(v_norm))
     address, caches = (slot, pos, at), (cache_k, cache_v)
     _run(
-        x,
-        b.f(norm),
-        eps,
-        wq.data,
-        wkv.data,
-        biases,
-        norms,
-        (cos, sin),
-        address,
-        caches,
-        work,
-        q,
-        b.none_i,
-        b.threads,
-    )
+        x, b.f(norm), eps, wq.data, wkv.data, wkv.rows // q.shape[2], biases, norms, (cos, sin), address,
+        caches, work, q, b.none_i, b.threads,
+    )  # fmt: skip

@@ -15,12 +15,16 @@ from .vector import row_dot
 
 
 @jit
-def _norm_row(x, t, norm, eps, u):
+def _norm_rows(x, norm, eps, pos, u):
     cols = x.shape[1]
-    r = F(1.0) / np.sqrt(row_dot(x, t * cols, x, t * cols, cols) / F(cols) + F(eps))
-    row, out = x[t], u[t]
-    for k in range(cols):
-        out[k] = rounded(norm[k] * (load(row[k]) * r), u)
+    for t in range(len(x)):
+        if pos[t] < 0:
+            u[t] = 0
+            continue
+        r = F(1.0) / np.sqrt(row_dot(x, t * cols, x, t * cols, cols) / F(cols) + F(eps))
+        row, out = x[t], u[t]
+        for k in range(cols):
+            out[k] = rounded(norm[k] * (load(row[k]) * r), u)
 
 
 @jit
@@ -48,7 +52,7 @@ def _choose(logits, normalise, ids, shares):
 
 
 @jit
-def _route_row(t, bias, normalise, pos, work, at, count, expert, share):
+def _route_row(t, bias, normalise, expert_scale, pos, work, at, count, expert, share):
     if pos[t] < 0:
         expert[t], share[t] = -1, 0
         return
@@ -59,6 +63,9 @@ def _route_row(t, bias, normalise, pos, work, at, count, expert, share):
         if logits[e] != logits[e]:  # a NaN is the least likely
             logits[e] = F(-np.inf)
     _choose(logits, normalise, expert[t], share[t])
+    if len(expert_scale):
+        for k in range(len(share[t])):
+            share[t, k] *= expert_scale[expert[t, k]]
 
 
 @jit
@@ -85,44 +92,29 @@ def _group(expert, touched, first, order):
 
 @jit(parallel=True)
 def _run(
-    x,
-    norm,
-    eps,
-    w,
-    bias,
-    normalise,
-    pos,
-    touched,
-    work,
-    u,
-    expert,
-    share,
-    first,
-    order,
-    none_f,
-    none_i,
-    threads,
+    x, norms, eps, w, bias, normalise, expert_scale, pos, touched, work, u, choice, groups, none, threads
 ):
+    (norm, u_norm), (expert, share), (first, order), (none_f, none_i) = norms, choice, groups, none
     count = len(first) - 1
-    for t in range(len(x)):
-        if pos[t] < 0:
-            u[t] = 0
-        else:
-            _norm_row(x, t, norm, eps, u)
+    _norm_rows(x, norm, eps, pos, u)
     rows = lay_tokens(u, none_i, none_f, 0.0, work, threads)
     y_at, ld = rows * x.shape[1], w.shape[0] * 16
     matmul(w, rows, x.shape[1], work, y_at, ld, threads)
     if len(x) == 1:
-        _route_row(0, bias, normalise, pos, work, y_at, count, expert, share)
+        _route_row(0, bias, normalise, expert_scale, pos, work, y_at, count, expert, share)
     else:
         for t in numba.prange(len(x)):
-            _route_row(t, bias, normalise, pos, work, y_at + np.int64(t) * ld, count, expert, share)
+            at = y_at + np.int64(t) * ld
+            _route_row(t, bias, normalise, expert_scale, pos, work, at, count, expert, share)
+    if len(u_norm):
+        _norm_rows(x, u_norm, eps, pos, u)  # the router has read its own
     _group(expert, touched, first, order)
 
 
-def route(backend, x, norm, eps, w, bias, normalise, pos, touched, work, u, expert, share, first, order):
+def route(backend, x, norm, u_norm, eps, w, bias, normalise, expert_scale, pos, touched, work, u, expert,
+          share, first, order):  # fmt: skip
     b = backend
     _run(
-        x, norm, eps, w.data, b.f(bias), normalise, pos, touched, work, u, expert, share, first, order,
-        b.none_f, b.none_i, b.threads,
+        x, (norm, b.f(u_norm)), eps, w.data, b.f(bias), normalise, b.f(expert_scale), pos, touched, work, u,
+        (expert, share), (first, order), (b.none_f, b.none_i), b.threads,
     )  # fmt: skip

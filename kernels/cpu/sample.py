@@ -10,7 +10,7 @@ import numba
 import numpy as np
 
 from .jit import jit
-from .scalar import F, all_finite, exp
+from .scalar import F, all_finite, exp, soft_cap
 from .tiles import lay_tokens, matmul
 from .vector import bits_from_f32, row_max
 
@@ -35,22 +35,34 @@ def _order(logit):
 
 
 @jit
-def _depth(logit, best, temperature):
-    """(logit - best) / temperature, from 0 down to -80, below which there is no mass."""
-    z = F(0.0) if logit == best else (logit - best) / temperature
+def _below(logit, best, curve):
+    """How far the logit, scaled and capped, lies below the best one. Never above: tanh may round either way.
+
+    curve: multiplier and cap, as table.py has them.
+    """
+    multiplier, cap = curve
+    if cap > F(0.0):
+        return min(soft_cap(logit, multiplier, cap) - soft_cap(best, multiplier, cap), F(0.0))
+    return F(0.0) if logit == best else (logit - best) * multiplier
+
+
+@jit
+def _depth(logit, best, temperature, curve):
+    """That over the temperature, from 0 down to -80, below which there is no mass."""
+    z = _below(logit, best, curve) / temperature
     return z if z > F(-80.0) else F(-80.0)
 
 
 @jit
-def _bin(logit, best, temperature):
-    return np.int64(min(_depth(logit, best, temperature) * F(-BINS_A_UNIT), F(BINS - 1)))
+def _bin(logit, best, temperature, curve):
+    return np.int64(min(_depth(logit, best, temperature, curve) * F(-BINS_A_UNIT), F(BINS - 1)))
 
 
 @jit
-def _weigh(logits, best, temperature, mass):
+def _weigh(logits, best, temperature, curve, mass):
     """mass[n] = round(2^43 e^depth): whole numbers, exact in f32."""
     for n in range(len(logits)):
-        mass[n] = np.floor(exp(_depth(logits[n], best, temperature)) * F(MASS) + F(0.5))
+        mass[n] = np.floor(exp(_depth(logits[n], best, temperature, curve)) * F(MASS) + F(0.5))
 
 
 @jit
@@ -81,7 +93,7 @@ def _sums(mass, sums, step):
 
 
 @jit
-def _last_kept(logits, best, temperature, mass, need, is_count, floor, bins, ids):
+def _last_kept(logits, best, temperature, curve, mass, need, is_count, floor, bins, ids):
     """(logit, id) of the first element, by falling logit and rising id,
     with which the sum of parts reaches `need`.
 
@@ -90,14 +102,14 @@ def _last_kept(logits, best, temperature, mass, need, is_count, floor, bins, ids
     bins[:] = 0
     for n in range(len(logits)):
         if mass[n] >= floor:
-            bins[_bin(logits[n], best, temperature)] += np.int64(1) if is_count else np.int64(mass[n])
+            bins[_bin(logits[n], best, temperature, curve)] += np.int64(1) if is_count else np.int64(mass[n])
     before, at = np.int64(0), 0
     while at < BINS - 1 and before + bins[at] < need:
         before += bins[at]
         at += 1
     count, low, high = 0, np.int64(1) << 32, np.int64(-1)
     for n in range(len(logits)):
-        if _bin(logits[n], best, temperature) == at:
+        if _bin(logits[n], best, temperature, curve) == at:
             ids[count] = n
             count += 1
             low, high = min(low, _order(logits[n])), max(high, _order(logits[n]))
@@ -201,7 +213,7 @@ def _certain(logits, best, temperature):
 
 
 @jit
-def _filter(logits, best, key, law, bins, ids, mass):
+def _filter(logits, best, curve, key, law, bins, ids, mass):
     """mass: of the law after all filters. Returns the id that has all of it, or -1."""
     temperature, top_p, top_k, count = law[0], np.float64(law[1]), np.int64(key[3]), len(logits)
     only = _certain(logits, best, temperature)
@@ -209,16 +221,16 @@ def _filter(logits, best, key, law, bins, ids, mass):
         mass[:] = F(0.0)
         mass[only] = F(MASS)
         return only
-    _weigh(logits, best, temperature, mass)
+    _weigh(logits, best, temperature, curve, mass)
     if 0 < top_k < count:
-        cut, last = _last_kept(logits, best, temperature, mass, top_k, True, F(0.0), bins, ids)
+        cut, last = _last_kept(logits, best, temperature, curve, mass, top_k, True, F(0.0), bins, ids)
         _drop(logits, cut, last, mass)
     if top_p < 1.0:
         need = np.int64(np.ceil(top_p * np.float64(_sums(mass, bins, _step(mass)))))
         # All that weighs less than the floor weighs less than what top_p leaves over:
         # the answer lies above it.
         floor = F((1.0 - top_p) * MASS / count * 0.5)
-        cut, last = _last_kept(logits, best, temperature, mass, need, False, floor, bins, ids)
+        cut, last = _last_kept(logits, best, temperature, curve, mass, need, False, floor, bins, ids)
         _drop(logits, cut, last, mass)
     if law[2] > F(0.0):
         _drop_light(law[2] * F(MASS), mass)
@@ -226,16 +238,16 @@ def _filter(logits, best, key, law, bins, ids, mass):
 
 
 @jit
-def _score(logits, best, found, share, bins, mass, logprob):
+def _score(logits, best, curve, found, share, bins, mass, logprob):
     """Log-probabilities of the found id, whose share of the filtered law is known."""
     logprob[0] = np.log(share)
-    _weigh(logits, best, F(1.0), mass)
+    _weigh(logits, best, F(1.0), curve, mass)
     every = np.float64(_sums(mass, bins, _step(mass))) / MASS
-    logprob[1] = (0.0 if logits[found] == best else logits[found] - best) - np.log(every)
+    logprob[1] = _below(logits[found], best, curve) - np.log(every)
 
 
 @jit
-def _sample(logits, key, law, position, logprob, bins, ids, mass):
+def _sample(logits, curve, key, law, position, logprob, bins, ids, mass):
     """One row's id, -1 where a logit is not finite. logprob: (2,) to fill, or empty."""
     best = _best(logits)
     if best != best:
@@ -243,16 +255,16 @@ def _sample(logits, key, law, position, logprob, bins, ids, mass):
         return -1
     found, share = _certain(logits, best, law[0]), 1.0
     if found < 0:
-        _filter(logits, best, key, law, bins, ids, mass)
+        _filter(logits, best, curve, key, law, bins, ids, mass)
         found = _draw(mass, bins, key, position, DRAW)
         share = np.float64(mass[found]) / np.float64(_sums(mass, bins, _step(mass))) if len(logprob) else 1.0
     if len(logprob):
-        _score(logits, best, found, share, bins, mass, logprob)
+        _score(logits, best, curve, found, share, bins, mass, logprob)
     return found
 
 
 @jit
-def _reject(logits, key, law, position, draft, drafted, logprob, bins, ids, mass):
+def _reject(logits, curve, key, law, position, draft, drafted, logprob, bins, ids, mass):
     """One row's id: the draft, or another; -1 where a logit is not finite.
 
     draft, drafted: the id and its law's masses; -1 behind the last.
@@ -261,7 +273,7 @@ def _reject(logits, key, law, position, draft, drafted, logprob, bins, ids, mass
     if best != best:
         logprob[:] = F(-np.inf)
         return -1
-    _filter(logits, best, key, law, bins, ids, mass)
+    _filter(logits, best, curve, key, law, bins, ids, mass)
     total = np.float64(_sums(mass, bins, _step(mass)))
     found, left = -1, False
     if draft >= 0:
@@ -279,8 +291,8 @@ def _reject(logits, key, law, position, draft, drafted, logprob, bins, ids, mass
     if found < 0:
         found = _draw(mass, bins, key, position, DRAW if draft < 0 else RESIDUAL)
     if len(logprob):
-        _filter(logits, best, key, law, bins, ids, mass)
-        _score(logits, best, found, np.float64(mass[found]) / total, bins, mass, logprob)
+        _filter(logits, best, curve, key, law, bins, ids, mass)
+        _score(logits, best, curve, found, np.float64(mass[found]) / total, bins, mass, logprob)
     return found
 
 
@@ -293,7 +305,7 @@ def _share(work, at, thread, room, limit):
 
 
 @jit(parallel=True)
-def _run(x, pick, address, norm, eps, w, limit, dice, ids, logprob, proposed, work, threads):
+def _run(x, pick, address, norm, eps, w, limit, curve, dice, ids, logprob, proposed, work, threads):
     """sample, or propose where `proposed` is not empty: it gets the masses. dice: keys and laws of slots."""
     (slot, pos), (key, law) = address, dice
     rows = lay_tokens(x, pick, norm, eps, work, threads)
@@ -309,29 +321,35 @@ def _run(x, pick, address, norm, eps, w, limit, dice, ids, logprob, proposed, wo
             logits = work[begin : begin + limit]
             if len(proposed):
                 own = proposed[r]
-                _filter(logits, _best(logits), key[n], law[n], bins, listed, own[:limit])
+                _filter(logits, _best(logits), curve, key[n], law[n], bins, listed, own[:limit])
                 own[limit:] = F(0.0)
                 ids[r] = _draw(own[:limit], bins, key[n], position, DRAFT)
             else:
                 mine = logprob[r] if len(logprob) else logprob[:0].reshape(-1)
-                ids[r] = _sample(logits, key[n], law[n], position + 1, mine, bins, listed, mass)
+                ids[r] = _sample(logits, curve, key[n], law[n], position + 1, mine, bins, listed, mass)
 
 
-def sample(backend, x, pick, slot, pos, norm, eps, w, limit, key, law, ids, logprob, work):
+def sample(backend, x, pick, slot, pos, norm, eps, w, limit, multiplier, cap, key, law, ids, logprob, work):
     if len(pick):
         logprob = backend.none_pairs if logprob is None else logprob
-        address, dice, none = (slot, pos), (key, law), backend.none_pairs
-        _run(x, pick, address, norm, eps, w.data, limit, dice, ids, logprob, none, work, backend.threads)
+        address, curve = (slot, pos), (F(multiplier), F(cap))
+        dice, none = (key, law), backend.none_pairs
+        _run(
+            x, pick, address, norm, eps, w.data, limit, curve, dice, ids, logprob, none, work, backend.threads
+        )
 
 
-def propose(backend, x, pick, slot, pos, norm, eps, w, limit, key, law, ids, mass, work):
+def propose(backend, x, pick, slot, pos, norm, eps, w, limit, multiplier, cap, key, law, ids, mass, work):
     if len(pick):
-        address, dice, none = (slot, pos), (key, law), backend.none_pairs
-        _run(x, pick, address, norm, eps, w.data, limit, dice, ids, none, mass, work, backend.threads)
+        address, curve = (slot, pos), (F(multiplier), F(cap))
+        dice, none = (key, law), backend.none_pairs
+        _run(x, pick, address, norm, eps, w.data, limit, curve, dice, ids, none, mass, work, backend.threads)
 
 
 @jit(parallel=True)
-def _run_reject(x, none_i, pos, norm, eps, w, limit, dice, drafts, drafted, ids, logprob, work, threads):
+def _run_reject(
+    x, none_i, pos, norm, eps, w, limit, curve, dice, drafts, drafted, ids, logprob, work, threads
+):
     key, law = dice
     rows = lay_tokens(x, none_i, norm, eps, work, threads)
     y_at, ld = rows * x.shape[1], w.shape[0] * 16
@@ -349,10 +367,14 @@ def _run_reject(x, none_i, pos, norm, eps, w, limit, dice, drafts, drafted, ids,
             draft = np.int64(drafts[n, i]) if i < width else np.int64(-1)
             law_of_draft = drafted[n, min(i, width - 1), :limit]
             position = np.int64(pos[r]) + 1
-            ids[r] = _reject(logits, key[n], law[n], position, draft, law_of_draft, mine, bins, listed, mass)
+            ids[r] = _reject(
+                logits, curve, key[n], law[n], position, draft, law_of_draft, mine, bins, listed, mass
+            )
 
 
-def reject(backend, x, pos, norm, eps, w, limit, key, law, drafts, mass, ids, logprob, work):
-    b, dice = backend, (key, law)
+def reject(backend, x, pos, norm, eps, w, limit, multiplier, cap, key, law, drafts, mass, ids, logprob, work):
+    b, curve, dice = backend, (F(multiplier), F(cap)), (key, law)
     logprob = b.none_pairs if logprob is None else logprob
-    _run_reject(x, b.none_i, pos, norm, eps, w.data, limit, dice, drafts, mass, ids, logprob, work, b.threads)
+    _run_reject(
+        x, b.none_i, pos, norm, eps, w.data, limit, curve, dice, drafts, mass, ids, logprob, work, b.threads
+    )

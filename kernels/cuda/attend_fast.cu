@@ -1,4 +1,4 @@
-/* attend for bf16 and heads of 64 or 128: softmax(scale q k^T) v on tensor cores, in one launch.
+/* attend for bf16 and heads of 64 to 512: softmax(scale q k^T) v on tensor cores, in one launch.
  * Grid:   a block for a unit of keys, a kv head and a group of rows; those past the keys have none, so one
  *         grid serves every context. Four warps: 64 tile rows, a row's query heads side by side, 16 a warp,
  *         times the keys of a leaf; scores and sums stay in registers. A row of several units has a piece of
@@ -18,7 +18,7 @@
  * more; 0: none. units: blocks of a group and kv head. work: COUNTERS, 32 of them a group and kv head, zero
  * before and after; then a piece a block. waits: blocks may wait for each other. early: the kernel ahead let
  * this one start when all before it had ended. ratio: H/G. The grid: G, groups, units. */
-extern "C" __global__ void __launch_bounds__(THREADS, 2)
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     attend_fast(const bf16* q, const bf16* cache_k, const bf16* cache_v, const int* slot, const int* pos,
                 const int* begin, const int* end, int window, int causal, float scale, const float* sinks,
                 float* work, bf16* o, int T, int H, int G, int S, int ratio, int group, int splits, int units,
@@ -28,7 +28,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     static_assert(sizeof(Set) <= SET_BYTES);
 
     // In the grid, units come last: those with keys start first.
-    const int lane = lane_index(), warp = warp_index(), first_row = 16 * warp + lane / 4;  // the other: 8 on
+    const int lane = lane_index(), warp = warp_index();
+    const int first_row = 16 * (TEAMS > 1 ? warp % 4 : warp) + lane / 4;  // the other: 8 on
     const Place place{ratio, (int)blockIdx.x, (int)blockIdx.y * group, (int)blockIdx.z,
                       (int)(blockIdx.y * G + blockIdx.x)};
     if (!early) griddep_wait();
@@ -79,6 +80,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             griddep_launch();
 
             float* const piece = piece_at(work, place.index * units + place.own);
+            // Of large heads no address is kept through the loop: registers are too few.
+            auto made_again = [](int x) { return HEAD > 128 ? opaque(x) : x; };
+            auto own_piece = [&] {
+                return HEAD > 128 ? piece_at(work, opaque(place.index) * units + place.own) : piece;
+            };
             const int leaf_end = set.leaf_end;
             Sums out = {};
             float m[2] = {NO_KEY, NO_KEY}, l[2] = {};
@@ -108,20 +114,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                     for (int e = 0; e < 2; ++e) {
                         l[e] = __fadd_rn(l[e], __shfl_xor_sync(FULL_WARP, l[e], 1));
                         l[e] = __fadd_rn(l[e], __shfl_xor_sync(FULL_WARP, l[e], 2));
-                        if (count[e] > 1 && set.only < 0 && lane % 4 == 0)
-                            __stcg(stats_at(piece, first_row + 8 * e), make_float2(m[e], l[e]));
+                        if (count[e] > 1 && set.only < 0 && lane % 4 == 0 && (TEAMS == 1 || warp < 4))
+                            __stcg(stats_at(own_piece(), made_again(first_row + 8 * e)),
+                                   make_float2(m[e], l[e]));
                     }
                 auto keep = [&](int half) {  // while the other half is under way
 #pragma unroll
                     for (int e = 0; e < 2; ++e) {
-                        const int tile_row = first_row + 8 * e, d = 64 * half + 2 * (lane % 4);
+                        const int tile_row = made_again(first_row + 8 * e);
+                        const int d = 64 * (first_half() + half) + 2 * (lane % 4);
                         if (!is_last || !count[e]) continue;
+                        float* const to = own_piece();
                         const float r = one_over(l[e], m[e], tile_row);
 #pragma unroll
                         for (int n = 0; n < 8; ++n) {
                             const float x = out[half][n][2 * e], y = out[half][n][2 * e + 1];
                             if (count[e] > 1)
-                                __stcg((float2*)(piece + tile_row * HEAD + d + 8 * n), make_float2(x, y));
+                                __stcg((float2*)(to + tile_row * HEAD + d + 8 * n), make_float2(x, y));
                             else
                                 *(u32*)(o + head_at(H, place, tile_row) + d + 8 * n) = divided(x, y, r);
                         }
@@ -129,9 +138,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                 };
                 values_done<0>(out);
                 keep(0);
-                if constexpr (HALVES == 2) {
+                if constexpr (HALVES > 1) {
                     values_done<1>(out);
                     keep(1);
+                }
+                if constexpr (HALVES > 2) {
+                    values_done<2>(out);
+                    keep(2);
+                    values_done<3>(out);
+                    keep(3);
                 }
                 if (!is_last) {
                     __syncthreads();  // V has been read
@@ -147,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                 for (int e = 0; e < 2; ++e) {
                     float zero = 0.f;
 #pragma unroll
-                    for (int n = 0; n < UNITS; ++n)
+                    for (int n = 0; n < 8 * HALVES; ++n)
                         zero = __fmaf_rn(out[n / 8][n % 8][2 * e], 0.f,
                                          __fmaf_rn(out[n / 8][n % 8][2 * e + 1], 0.f, zero));
                     is_suspect |= zero != 0.f && set.row_of(rows, first_row + 8 * e);

@@ -31,7 +31,8 @@ __device__ __forceinline__ float2* stats_at(float* piece, int tile_row) {
  * pieces, and a piece's m and l. Weights are relative to the largest score so far, the sums run over the
  * pieces in order. */
 __device__ __forceinline__ void merge(float* pieces, int count, int tile_row, bf16* o) {
-    constexpr int OWN = HEAD / 32, BATCH = 20;  // pieces whose loads are under way together
+    constexpr int OWN = HEAD / 32,
+                  BATCH = OWN > 4 ? 80 / OWN : 20;  // pieces whose loads are under way together
     const int lane = thread_again() % 32;
     float m = NO_KEY, l = 0.f, sum[OWN] = {};
     for (int first = 0; first < count; first += BATCH, pieces += (size_t)BATCH * PIECE) {

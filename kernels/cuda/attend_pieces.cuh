@@ -1,9 +1,9 @@
 /* The pieces of attend_fast.cu: which keys a group of rows sees, and what four warps do with 144 of them.
  *
- * A leaf is 144 keys at an absolute multiple of 144, a unit some leaves at an absolute multiple of its size.
- * How many leaves make a unit is a row's own matter: as few as leave about `splits` units of the keys that it
- * sees. So the units grow with the context and the grid stays full, and still no bit of a row depends on the
- * rows beside it: rows whose units differ are different sets. */
+ * A leaf is 144 keys at an absolute multiple of 144 (48 where heads are large), a unit some leaves at an
+ * absolute multiple of its size. How many leaves make a unit is a row's own matter: as few as leave about
+ * `splits` units of the keys that it sees. So the units grow with the context and the grid stays full, and
+ * still no bit of a row depends on the rows beside it: rows whose units differ are different sets. */
 #pragma once
 #ifdef WGMMA  // sm_90a: products of the four warps together
 #include "wgmma.cuh"
@@ -24,11 +24,14 @@
 #define GROUP 16
 #endif
 
-constexpr int LEAF = 144, WARPS = 4, THREADS = 32 * WARPS;
-constexpr int ROWS = 16 * WARPS;     // of a tile: a warp has 16
-constexpr int KEY_TILES = LEAF / 8;  // of 8 keys
-constexpr int UNITS = HEAD / 8;      // 16-byte units of a head
-constexpr int HALVES = HEAD / 64;    // a tile has 64 numbers of every row, then the next 64
+constexpr int LEAF = HEAD > 128 ? 48 : 144;  // what registers and shared memory hold
+constexpr int TEAMS = HEAD > 256 ? 2 : 1;    // of four warps: each all scores, and its part of the components
+constexpr int WARPS = 4 * TEAMS, THREADS = 32 * WARPS;
+constexpr int BLOCKS = HEAD > 256 ? 1 : 2;  // a multiprocessor
+constexpr int ROWS = 64;                    // of a tile: a warp of a team has 16
+constexpr int KEY_TILES = LEAF / 8;         // of 8 keys
+constexpr int UNITS = HEAD / 8;             // 16-byte units of a head
+constexpr int HALVES = HEAD / 64 / TEAMS;   // a tile has 64 numbers of every row, then the next 64; a team's
 constexpr int LEAF_BYTES = LEAF * HEAD * 2;
 constexpr int K_AT = ROWS * HEAD * 2, V_AT = K_AT + LEAF_BYTES, ROWS_AT = V_AT + LEAF_BYTES,
               TILE_ROWS_AT = ROWS_AT + GROUP * 24, SET_AT = TILE_ROWS_AT + ROWS * 4, SET_BYTES = 64,
@@ -39,6 +42,12 @@ constexpr float NO_KEY = -3e38f;              // the largest score of no key at 
 constexpr float LOG2_E = 1.4426950408889634f;
 
 extern __shared__ __align__(1024) char shared[];  // q, a leaf of K, a leaf of V, plans
+
+/* The warp of a team, and the first of its halves: asked for where they are used. */
+__device__ __forceinline__ int team_warp() {
+    return TEAMS > 1 ? thread_again() / 32 % 4 : thread_again() / 32;
+}
+__device__ __forceinline__ int first_half() { return TEAMS > 1 ? thread_again() / 128 * HALVES : 0; }
 
 struct Rows {
     const int *slot, *pos, *begin, *end;
@@ -170,6 +179,13 @@ __device__ __forceinline__ int unit_at(int at, int row, int unit) {
     return at + unit / 8 * (Rows * 128) + row * 128 + ((unit % 8 ^ (row & 7)) << 4);
 }
 
+/* The same unit `step` times Rows on, of a row below Rows: 4, or a multiple of 8. */
+template <int Rows>
+__device__ __forceinline__ char* steps_on(char* at, int step) {
+    if constexpr (Rows % 8) at = (char*)((size_t)at ^ (step & 1) << 6);
+    return at + step * Rows * 128;
+}
+
 /* The keys [first, last) of a leaf of K or V, zeros outside [low, high). cache: of the slot and kv head, in
  * which the leaf begins at `row`. */
 __device__ __forceinline__ void load_leaf(const bf16* cache, int row, int to, int leaf, int low, int high,
@@ -182,7 +198,7 @@ __device__ __forceinline__ void load_leaf(const bf16* cache, int row, int to, in
 #pragma unroll
     for (int i = 0; i < LEAF / STEP; ++i)
         if (i * STEP >= first && i * STEP < last)
-            cp_async_16_or_zero(at + i * STEP * 128, from + i * STEP * HEAD,
+            cp_async_16_or_zero(steps_on<STEP>(at, i), from + i * STEP * HEAD,
                                 i * STEP >= low && i * STEP < high);
 }
 
@@ -203,7 +219,7 @@ __device__ __forceinline__ void load_q(const bf16* q, const Place& place, int T,
     for (int i = 0; i < ROWS / STEP; ++i) {
         const bool is_there = place.from + tile_row_of(row + i * STEP).at < T;
         const size_t at = is_there ? head_at(H, place, row + i * STEP) : 0;
-        cp_async_16_or_zero(to + i * STEP * 128, q + at + 8 * unit, is_there);
+        cp_async_16_or_zero(steps_on<STEP>(to, i), q + at + 8 * unit, is_there);
     }
 }
 
@@ -225,7 +241,7 @@ __device__ __forceinline__ void scores(float (&s)[KEY_TILES][4]) {
     wgmma_pin(s);
 #else
     const int lane = thread_again() % 32, i = lane / 8, r = lane % 8;
-    const int q = unit_at<ROWS>(0, thread_again() / 32 * 16 + i % 2 * 8 + r, i / 2);
+    const int q = unit_at<ROWS>(0, team_warp() * 16 + i % 2 * 8 + r, i / 2);
     const int k = unit_at<LEAF>(K_AT, i / 2 * 8 + r, i % 2);
 #pragma unroll 1
     for (int step = 0; step < HEAD / 16; ++step) {
@@ -245,7 +261,7 @@ __device__ __forceinline__ void mask(float (&s)[KEY_TILES][4], const Set& set, c
     const int lane = thread_again() % 32, first = key0 + 2 * (lane % 4);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const Row* row = set.row_of(rows, thread_again() / 32 * 16 + 8 * half + lane / 4);
+        const Row* row = set.row_of(rows, team_warp() * 16 + 8 * half + lane / 4);
         const int2 range = row ? make_int2(row->first - first, row->last - first) : make_int2(0, 0);
 #pragma unroll
         for (int n = 0; n < KEY_TILES; ++n)
@@ -288,23 +304,27 @@ __device__ __forceinline__ void soften(float (&s)[KEY_TILES][4], Sums& o, float 
     }
 }
 
-/* o += p v: the leaf's keys in order. Two tiles of p are an A operand as they are; two bf16 terms keep 16
- * bits of a probability. With WGMMA it is under way: the terms, which it reads meanwhile, take p's place. */
+/* The A operands of two tiles of p: two bf16 terms keep 16 bits of a probability. */
+__device__ __forceinline__ void terms_of(const float (&p)[KEY_TILES][4], int step, uint4 (&terms)[2]) {
+    u32 high[4], low[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        float x = p[2 * step + j / 2][2 * (j % 2)], y = p[2 * step + j / 2][2 * (j % 2) + 1];
+        high[j] = pack_bf16(x, y);
+        low[j] = pack_bf16(__fsub_rn(x, low_f32(high[j])), __fsub_rn(y, high_f32(high[j])));
+    }
+    terms[0] = make_uint4(high[0], high[1], high[2], high[3]);
+    terms[1] = make_uint4(low[0], low[1], low[2], low[3]);
+}
+
+/* o += p v: the leaf's keys in order. Two tiles of p are an A operand as they are. With WGMMA it is under
+ * way: the terms, which it reads meanwhile, take p's place. */
 __device__ __forceinline__ void values(Sums& o, const float (&p)[KEY_TILES][4],
                                        uint4 (&terms)[KEY_TILES / 2][2]) {
-#pragma unroll
-    for (int step = 0; step < KEY_TILES / 2; ++step) {
-        u32 high[4], low[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            float x = p[2 * step + j / 2][2 * (j % 2)], y = p[2 * step + j / 2][2 * (j % 2) + 1];
-            high[j] = pack_bf16(x, y);
-            low[j] = pack_bf16(__fsub_rn(x, low_f32(high[j])), __fsub_rn(y, high_f32(high[j])));
-        }
-        terms[step][0] = make_uint4(high[0], high[1], high[2], high[3]);
-        terms[step][1] = make_uint4(low[0], low[1], low[2], low[3]);
-    }
+    const int first = first_half();
 #ifdef WGMMA
+#pragma unroll
+    for (int step = 0; step < KEY_TILES / 2; ++step) terms_of(p, step, terms[step]);
 #pragma unroll
     for (int i = 0; i < HALVES; ++i) wgmma_pin(o[i]);
 #pragma unroll
@@ -315,23 +335,26 @@ __device__ __forceinline__ void values(Sums& o, const float (&p)[KEY_TILES][4],
 #pragma unroll
             for (int term = 0; term < 2; ++term)
                 wgmma_turned(o[i], terms[step][term],
-                             wgmma_columns(shared + V_AT + i * LEAF * 128 + step * 16 * 128));
+                             wgmma_columns(shared + V_AT + (first + i) * LEAF * 128 + step * 16 * 128));
         wgmma_commit();
     }
 #else
-    const int lane = thread_again() % 32, i = lane / 8, r = lane % 8;
+    const int lane = thread_again() % 32, i = lane / 8;
+    const int v = unit_at<LEAF>(V_AT + first * LEAF * 128, i % 2 * 8 + lane % 8, i / 2);
 #pragma unroll
-    for (int step = 0; step < KEY_TILES / 2; ++step)
+    for (int step = 0; step < KEY_TILES / 2; ++step) {
+        uint4(&own)[2] = terms[step];
+        terms_of(p, step, own);
 #pragma unroll
-        for (int n = 0; n < UNITS / 2; ++n) {
-            const int v = unit_at<LEAF>(V_AT, 16 * step + i % 2 * 8 + r, 2 * n + i / 2);
-            uint4 b = ldmatrix_x4_trans(shared + v);
+        for (int n = 0; n < 4 * HALVES; ++n) {
+            uint4 b = ldmatrix_x4_trans(shared + n / 4 * LEAF * 128 + (v ^ n % 4 * 32) + 16 * step * 128);
 #pragma unroll
             for (int term = 0; term < 2; ++term) {
-                mma_bf16(o[n / 4][2 * n % 8], terms[step][term], b.x, b.y);
-                mma_bf16(o[n / 4][2 * n % 8 + 1], terms[step][term], b.z, b.w);
+                mma_bf16(o[n / 4][2 * n % 8], own[term], b.x, b.y);
+                mma_bf16(o[n / 4][2 * n % 8 + 1], own[term], b.z, b.w);
             }
         }
+    }
 #endif
 }
 

@@ -12,49 +12,53 @@ __device__ __forceinline__ float value_of(int key) { return __int_as_float(key ^
 
 constexpr int KEPT_KEYS = 4;  // that a lane has in registers
 
+/* What lane k < U gets of a row: its k-th expert and that one's logit; the first one's. */
 struct Choice {
     int id;
-    float share;
+    float logit, largest;
 };
 
-/* Lane k < U gets the k-th: larger logits first, of equal ones the smaller id. Its share is a softmax over
- * the chosen ones (normalise), or its part of one over all E. logits: (E,). U <= 32, U <= E. */
-__device__ __forceinline__ Choice choose(const float* logits, int E, int U, bool normalise) {
+/* Larger logits first, of equal ones the smaller id. logits: (E,). U <= 32, U <= E. */
+__device__ __forceinline__ Choice choose(const float* logits, int E, int U) {
     constexpr int LEAST = -0x7fffffff - 1, MOST = 0x7fffffff;
     const int lane = lane_index();
-    int taken = MOST, taken_id = -1, key, id;
-    int kept[KEPT_KEYS];  // this lane's first ones
+    int taken = MOST, taken_id = -1;  // of this lane's, the last one
+    int kept[KEPT_KEYS];              // this lane's first ones, LEAST once taken
 #pragma unroll
     for (int i = 0; i < KEPT_KEYS; ++i) kept[i] = lane + 32 * i < E ? key_of(logits[lane + 32 * i]) : LEAST;
-    auto look = [&] {  // this lane's next one, of experts lane, lane + 32, ...
+    Choice mine{-1, 0.f, 0.f};
+    int key, id;
+    for (int k = 0; k < U; ++k) {
         key = LEAST, id = MOST;
-        auto meet = [&](int other, int e) {
+#pragma unroll
+        for (int i = 0; i < KEPT_KEYS; ++i)
+            if (kept[i] > key) key = kept[i], id = lane + 32 * i;
+        for (int e = lane + 32 * KEPT_KEYS; e < E; e += 32) {
+            const int other = key_of(logits[e]);
             const bool is_left = other < taken || (other == taken && e > taken_id);
             if (is_left && other > key) key = other, id = e;
-        };
-#pragma unroll
-        for (int i = 0; i < KEPT_KEYS; ++i) meet(kept[i], lane + 32 * i);
-        for (int e = lane + 32 * KEPT_KEYS; e < E; e += 32) meet(key_of(logits[e]), e);
-    };
-    look();
-    Choice mine{-1, 0.f};
-    float value = 0.f, largest = 0.f;
-    for (int k = 0; k < U; ++k) {
+        }
         const int top = __reduce_max_sync(FULL_WARP, key);
         const int who = __reduce_min_sync(FULL_WARP, key == top ? id : MOST);
-        if (k == 0) largest = value_of(top);
-        if (lane == k) mine.id = who, value = value_of(top);
-        if (id == who) {
-            taken = key, taken_id = id;
-            look();
-        }
+        if (k == 0) mine.largest = value_of(top);
+        if (lane == k) mine.id = who, mine.logit = value_of(top);
+#pragma unroll
+        for (int i = 0; i < KEPT_KEYS; ++i)
+            if (who == lane + 32 * i) kept[i] = LEAST;
+        if (who == id && id >= 32 * KEPT_KEYS) taken = key, taken_id = id;
     }
-    const float own = lane < U ? expf(value - largest) : 0.f;
+    return mine;
+}
+
+/* Of lane k < U the share of its expert: a softmax over the chosen ones (normalise), or its part of one over
+ * all E. */
+__device__ __forceinline__ float share_of(const Choice& mine, const float* logits, int E, int U,
+                                          bool normalise) {
+    const float own = lane_index() < U ? expf(mine.logit - mine.largest) : 0.f;
     float total = own;
     if (!normalise) {
         total = 0.f;
-        for (int e = lane; e < E; e += 32) total += expf(value_of(key_of(logits[e])) - largest);
+        for (int e = lane_index(); e < E; e += 32) total += expf(value_of(key_of(logits[e])) - mine.largest);
     }
-    mine.share = own / warp_sum(total);
-    return mine;
+    return own / warp_sum(total);
 }

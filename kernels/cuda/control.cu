@@ -1,9 +1,9 @@
-/* stage, stage_context, accept: the integers of a round, a block a slot.
- * Grid:   one block a slot, 32 threads.
+/* stage, stage_context, accept: the integers of a round, a block a slot; widen: those of a reduced head.
+ * Grid:   one block a slot, 32 threads; widen: one a picked row, any number of threads.
  * Moves:  a few hundred bytes; bound by latency, so lanes look at the block's slots side by side.
  * Macros: RECORD_*, the record's fields and reasons, from kernels/record.py.
  * Source: models.md 7.4, engine.md 2.
- * Truth:  oracle_control.py stage, stage_context, accept. */
+ * Truth:  oracle_control.py stage, stage_context, accept, widen. */
 #include "sm90.cuh"
 
 /* Rows n*width .. of a pass: the anchor, then what fills the block. fill: (slots, B). */
@@ -93,4 +93,21 @@ extern "C" __global__ void accept(const int* drafts, const int* choice, const in
     left[n] = budget - emitted;
     done[n] = why;
     if (emitted) anchor[n] = choice[emitted - 1];
+}
+
+/* Ids and masses of a picked row of a reduced head become the target's. names: count ids. narrow: (T, count).
+ * mass: (T, vocab), or null. */
+extern "C" __global__ void widen(const int* pick, const int* pos, const int* names, const float* narrow,
+                                 int* ids, float* mass, int count, int vocab) {
+    griddep_launch();
+    griddep_wait();
+    int r = pick[blockIdx.x];
+    if (pos[r] < 0) return;
+    if (threadIdx.x == 0 && ids[r] >= 0) ids[r] = names[ids[r]];
+    if (!mass) return;
+    mass += (size_t)r * vocab, narrow += (size_t)r * count;
+    for (int n = threadIdx.x; n < vocab; n += blockDim.x) mass[n] = 0.f;
+    __syncthreads();
+    for (int n = threadIdx.x; n < count; n += blockDim.x)
+        if (narrow[n] > 0.f) mass[names[n]] = narrow[n];
 }

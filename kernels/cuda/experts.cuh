@@ -12,13 +12,10 @@
  *         how many rows are beside it, does not matter. */
 #pragma once
 #include "experts_plan.cuh"
-#include "experts_units.cuh"
+#include "experts_sums.cuh"
 
 #ifndef TOKEN_BUFFERS
 #define TOKEN_BUFFERS 2  // runs whose tokens are in shared memory: with 2, the next run's come early
-#endif
-#ifndef SUM_SETS
-#define SUM_SETS 2  // tiles whose sums are
 #endif
 #ifndef ASKED_TILES
 #define ASKED_TILES 0  // tiles behind those under way, asked for in L2 before the wait
@@ -83,24 +80,6 @@ __device__ __forceinline__ void bring_run(const Run& run, const Tokens& from, co
             to += WARPS * UNIT_CHUNKS * TOKEN_CHUNK;
         }
     }
-}
-
-/* A tile's sums of this warp to the finishing warp whose tile it is. */
-__device__ __forceinline__ void give_sums(float (&acc)[TOKEN_TILES][4], int ordinal, int count, float2* sums,
-                                          Barriers& barriers) {
-    const int set = ordinal % SUM_SETS, thread = opaque(threadIdx.x);
-    mbarrier_wait(&barriers.empty[set], (ordinal / SUM_SETS & 1) ^ 1);
-    float2* to = sums + (set * WARPS + thread / 32) * UNITS * 32 + thread % 32;
-#pragma unroll
-    for (int n = 0; n < TOKEN_TILES; ++n) {
-        if (n > 0 && 8 * n >= count) break;
-        to[64 * n] = make_float2(acc[n][0], acc[n][2]);
-        to[64 * n + 32] = make_float2(acc[n][1], acc[n][3]);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) acc[n][i] = 0.f;
-    }
-    __syncwarp();  // lanes may have parted in the wait
-    mbarrier_arrive(&barriers.full[ordinal % FULL_BARRIERS]);
 }
 
 /* The weights that are asked for next: of `left` tiles of run `run` of the list. */
@@ -231,7 +210,10 @@ struct Stream {
         for (int u = 0; u < CHUNKS; ++u)
             if (has_unit(u, cols)) {
                 if (RING) a[S][u].read(weights + u * WARPS * UNIT_SIZE);
-                multiply(acc, a[S][u], tokens + u * WARPS * UNIT_CHUNKS * TOKEN_CHUNK, count);
+                multiply(acc, a[S][u], count, [&](int chunk, int n) {
+                    return *(const uint4*)(tokens + (u * WARPS * UNIT_CHUNKS + chunk) * TOKEN_CHUNK +
+                                           512 * n);
+                });
             }
         // Not a unit at a time: all loads have one scoreboard, and to wait for a unit would be to wait for
         // what was asked for just now.

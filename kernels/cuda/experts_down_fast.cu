@@ -9,6 +9,10 @@
  * Truth:  oracle_moe.py experts_down. */
 #include "experts.cuh"
 
+#ifndef ADDS
+#define ADDS 1  // 0: x becomes the sum, and an inactive row 0
+#endif
+
 /* What sums meet. */
 struct Rows {
     const int *expert, *tap_row;
@@ -26,14 +30,15 @@ struct Rows {
         const int first = __ldcg(expert + (size_t)t * used), row = taps ? tap_row[t] : -1;
         bf16 old[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) old[i] = i < there ? to[i] : bf16{0};
+        for (int i = 0; i < 4; ++i) old[i] = ADDS && i < there ? to[i] : bf16{0};
         float4 sum{};
 #pragma unroll 8
         for (int k = 0; k < used; ++k) {
             const float4 part = __ldcg(from + 4 * k);
             sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
         }
-        if (first < 0) return;
+        if (ADDS && first < 0) return;
+        if (!ADDS && first < 0) sum = float4{};  // what lies there is nobody's
         const float all[4] = {sum.x, sum.y, sum.z, sum.w};
         bf16* tap = taps + (size_t)max(row, 0) * tap_cols + tap_at + n;
 #pragma unroll

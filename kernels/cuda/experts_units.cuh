@@ -99,26 +99,31 @@ __device__ __forceinline__ uint4 numbers(const uint4& words, u32 scales) {
 }
 #endif
 
-/* 16 rows x 32 k times the tokens of up to `count` rows. */
+/* 16 rows x 32 k times the tokens of up to `count` rows; tokens(n) is this lane's part of the n-th 8 of them.
+ */
+template <class Tokens>
 __device__ __forceinline__ void multiply_chunk(float (&acc)[TOKEN_TILES][4], const uint4& low,
-                                               const uint4& high, const unsigned char* tokens, int count) {
+                                               const uint4& high, int count, const Tokens& tokens) {
 #pragma unroll
     for (int n = 0; n < TOKEN_TILES; ++n) {
         if (n > 0 && 8 * n >= count) break;
-        const uint4 b = *(const uint4*)(tokens + 512 * n);
+        const uint4 b = tokens(n);
         mma_bf16(acc[n], low, b.x, b.y);
         mma_bf16(acc[n], high, b.z, b.w);
     }
 }
 
-/* A unit times its tokens. */
-__device__ __forceinline__ void multiply(float (&acc)[TOKEN_TILES][4], const Unit& a,
-                                         const unsigned char* tokens, int count) {
+/* A unit times its tokens: tokens(chunk, n). */
+template <class Tokens>
+__device__ __forceinline__ void multiply(float (&acc)[TOKEN_TILES][4], const Unit& a, int count,
+                                         const Tokens& tokens) {
 #if MXFP4
     const uint4& v = a.words[0];
-    multiply_chunk(acc, numbers<0, 0>(v, a.scales), numbers<0, 1>(v, a.scales), tokens, count);
-    multiply_chunk(acc, numbers<1, 0>(v, a.scales), numbers<1, 1>(v, a.scales), tokens + TOKEN_CHUNK, count);
+    multiply_chunk(acc, numbers<0, 0>(v, a.scales), numbers<0, 1>(v, a.scales), count,
+                   [&](int n) { return tokens(0, n); });
+    multiply_chunk(acc, numbers<1, 0>(v, a.scales), numbers<1, 1>(v, a.scales), count,
+                   [&](int n) { return tokens(1, n); });
 #else
-    multiply_chunk(acc, a.words[0], a.words[1], tokens, count);
+    multiply_chunk(acc, a.words[0], a.words[1], count, [&](int n) { return tokens(0, n); });
 #endif
 }

@@ -9,6 +9,11 @@
  * Truth:  oracle.py masses. */
 #pragma once
 #include "sm90.cuh"
+#include "softcap.cuh"
+
+#ifndef SOFTCAP
+#define SOFTCAP 0  // 1: logits are scaled and capped
+#endif
 
 constexpr int BINS = 2048;
 constexpr float BINS_A_UNIT = 64.f, MASS = 8796093022208.f /* 2^43 */, GREEDY_BELOW = 1e-5f;
@@ -30,13 +35,21 @@ struct Law {
     int only;        // the id that has all the mass, or -1
     bool is_broken;  // a logit is not finite: there is no law, and id 0 has all the mass
     float best, per_unit /* 1 / temperature */;
-    u32 cut;    // order of the last logit that the filters keep
-    int last;   // and of the ids with that logit, the last one
-    u64 least;  // mass that min_p asks for
+    u32 cut;                     // order of the last logit that the filters keep
+    int last;                    // and of the ids with that logit, the last one
+    u64 least;                   // mass that min_p asks for
+    float multiplier, cap, top;  // top: the best logit, capped
 
     __device__ __forceinline__ float logit(int n) const { return logits[n]; }
+    /* How far the logit, scaled and capped, lies below the best one. Never above: tanh may round either way.
+     */
+    __device__ __forceinline__ float below(float logit) const {
+        if (SOFTCAP && cap > 0.f) return fminf(soft_cap(logit, multiplier, cap) - top, 0.f);
+        float z = logit == best ? 0.f : logit - best;
+        return SOFTCAP ? z * multiplier : z;
+    }
     __device__ __forceinline__ float depth(float logit) const {
-        float z = logit == best ? 0.f : (logit - best) * per_unit;
+        float z = below(logit) * per_unit;
         return z > -80.f ? z : -80.f;
     }
     __device__ __forceinline__ u64 mass(float logit) const {
@@ -242,10 +255,11 @@ __device__ __forceinline__ void cut_at(Search& search, int& turn, Law& law, Need
     law.cut = low, law.last = first;
 }
 
-/* The law of the first `limit` logits. key: seed, sample, top_k. laws: temperature, top_p, min_p. */
+/* The law of the first `limit` logits. key: seed, sample, top_k. laws: temperature, top_p, min_p. Ids are
+ * ranked by the bare logits. */
 __device__ __forceinline__ Law filtered(Search& search, int& turn, const float* logits, int limit,
-                                        const int* key, const float* laws) {
-    Law law{logits, limit, -1, false, 0.f, 1.f / laws[0], 0, limit, 0};
+                                        float multiplier, float cap, const int* key, const float* laws) {
+    Law law{logits, limit, -1, false, 0.f, 1.f / laws[0], 0, limit, 0, multiplier, cap, 0.f};
     Best best{-infinity(), 0x7fffffff};
     each_id(limit, [&](int n) { best = better(best, candidate(logits[n], n)); });
     best = block_best(best);
@@ -253,6 +267,7 @@ __device__ __forceinline__ Law filtered(Search& search, int& turn, const float* 
     cluster_sync();
     for (u32 k = 0; k < cluster_size(); ++k) best = better(best, *map_shared(&search.best, k));
     law.best = best.value;
+    if (SOFTCAP) law.top = soft_cap(best.value, multiplier, cap);
     law.is_broken = best.index < 0;
     if (law.is_broken || laws[0] < GREEDY_BELOW) {
         law.only = max(best.index, 0);
@@ -325,6 +340,5 @@ __device__ __forceinline__ void write_choice(Search& search, int& turn, Law law,
     float every = (float)total_of(search, turn, law.count, [&](int n) { return law.kept(n); }).all / MASS;
     if (!is_writer) return;
     logprob[2 * r] = logf(share);
-    float logit = law.logit(found), below = logit == law.best ? 0.f : logit - law.best;
-    logprob[2 * r + 1] = below - logf(every);
+    logprob[2 * r + 1] = law.below(law.logit(found)) - logf(every);
 }

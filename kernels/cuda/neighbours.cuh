@@ -2,9 +2,10 @@
 #pragma once
 #include "common.cuh"
 
-/* Neighbours in registers, loaded and stored at once where WHOLE, else one by one, the first `there`. */
+/* Neighbours in registers, loaded and stored at once (16 bytes at a time) where WHOLE, else one by one, the
+ * first `there`. */
 template <class T, int Count>
-struct alignas(sizeof(T) * Count) Neighbours {
+struct alignas(sizeof(T) * Count < 16 ? sizeof(T) * Count : 16) Neighbours {
     T v[Count];
 
     template <bool WHOLE>
@@ -17,10 +18,11 @@ struct alignas(sizeof(T) * Count) Neighbours {
         }
     }
 
-    /* At once, past L1: what other blocks of this launch wrote. 8 or 16 bytes. */
+    /* At once, past L1: what other blocks of this launch wrote. 8 bytes, or a multiple of 16. */
     __device__ __forceinline__ void load_l2(const T* at) {
-        if constexpr (sizeof(T) * Count == 16)
-            *(float4*)v = __ldcg((const float4*)at);
+        if constexpr (sizeof(T) * Count >= 16)
+#pragma unroll
+            for (int i = 0; i < sizeof(T) * Count / 16; ++i) ((float4*)v)[i] = __ldcg((const float4*)at + i);
         else
             *(float2*)v = __ldcg((const float2*)at);
     }

@@ -11,14 +11,15 @@ constexpr double WHOLE = 1152921504606846976.;  // 2^60: a law's share as an int
  * drafts: (slots, B). mass: (slots, B, stride). logprob: (T, 2) or null. */
 extern "C" __global__ void __launch_bounds__(512, 1)
     reject(const float* logits, const int* pos, const int* key, const float* laws, const int* drafts,
-           const float* mass, int* ids, float* logprob, int width, int B, int limit, int stride) {
+           const float* mass, int* ids, float* logprob, int width, int B, int limit, int stride,
+           float multiplier, float cap) {
     __shared__ Search search;
     griddep_wait();
     int r = blockIdx.x / cluster_size(), n = r / width, next = r % width + 1, turn = 0;
     if (pos[r] < 0) return;  // as all blocks of the row
     key += 4 * n, laws += 3 * n;
     u32 position = pos[r] + 1;
-    Law law = filtered(search, turn, logits + (size_t)r * stride, limit, key, laws);
+    Law law = filtered(search, turn, logits + (size_t)r * stride, limit, multiplier, cap, key, laws);
     auto kept = [&](int id) { return law.kept(id); };
     Total total = total_of(search, turn, limit, kept);
     const u64 all = total.all;

@@ -8,9 +8,12 @@
 #include "plain.cuh"
 #include "sm90.cuh"
 
-/* logits: (T, E), changed: the bias is added. u: (T, D), zeros where pos < 0. bias: may be null. */
-extern "C" __global__ void choose_rows(float* logits, const float* bias, const int* pos, int normalise,
-                                       ACTIVATION* u, int* expert, float* share, int T, int E, int U, int D) {
+/* logits: (T, E), changed: the bias is added. u: (T, D), zeros where pos < 0. bias, expert_scale: may be
+ * null.
+ */
+extern "C" __global__ void choose_rows(float* logits, const float* bias, const float* expert_scale,
+                                       const int* pos, int normalise, ACTIVATION* u, int* expert,
+                                       float* share, int T, int E, int U, int D) {
     for (int t = warp_in_grid(); t < T; t += warps_in_grid()) {
         const int lane = lane_index(), at = t * U + lane;
         float* mine = logits + (size_t)t * E;
@@ -21,8 +24,11 @@ extern "C" __global__ void choose_rows(float* logits, const float* bias, const i
         }
         if (bias)
             for (int e = lane; e < E; e += 32) mine[e] += bias[e];  // each lane reads its own again
-        const Choice choice = choose(mine, E, U, normalise);
-        if (lane < U) expert[at] = choice.id, share[at] = choice.share;
+        const Choice choice = choose(mine, E, U);
+        float part = share_of(choice, mine, E, U, normalise);
+        if (lane >= U) continue;
+        if (expert_scale) part *= expert_scale[choice.id];
+        expert[at] = choice.id, share[at] = part;
     }
 }
 

@@ -1,4 +1,5 @@
-/* route_fast: u = n(x) * norm, rounded once; of W u + bias each row's experts and shares; the groups.
+/* route_fast: r = n(x) * norm, rounded once; of W r + bias each row's experts and shares; the groups. u is r,
+ *         or n(x) * u_norm where U_NORM; a share is times its expert's scale where EXPERT_SCALE.
  * Grid:   a cluster for `each` rows, a block of it for every so-manyth row tile of W. All blocks norm the
  *         rows; logits meet in the first block's shared memory, which chooses and, where there is one
  *         cluster, makes the groups (route.cu's group otherwise). W is asked for before the wait, as much of
@@ -10,57 +11,43 @@
 #define STREAM_WARPS 16  // a warp or more for each row
 #endif
 
-#include "choose.cuh"
-#include "skinny_tokens.cuh"
+#include "route.cuh"
 
 #ifndef KEPT_CHUNKS
 #define KEPT_CHUNKS 4  // of a warp, in registers
 #endif
 
-constexpr int KEPT = KEPT_CHUNKS, ROUTE_THREADS = 32 * WARPS;
+constexpr int KEPT = KEPT_CHUNKS;
 constexpr int LAID_CHUNK = TOKEN_CHUNK + 64;  // bytes: rows are laid without bank conflicts
-constexpr int MOST_EACH = 32;                 // rows of a cluster: a word has a bit for each
-constexpr int PARTS = 16, AT_ONCE = 4;        // of a row's squares; that are asked for at once
+constexpr int AT_ONCE = 4;                    // parts of a row's squares that are asked for at once
 static_assert(MOST_ROWS <= WARPS && WARPS == PARTS, "a warp or more for each row");
 
 struct Places {
-    float2* sums;           // [WARPS][UNITS][32]
-    float* squares;         // [WARPS][32], before the sums
-    float* logits;          // [MOST_EACH][16 * tiles]
-    u32* rows_of;           // [E]: which rows chose an expert
-    int *starts, *chosen;   // [E + 1]; [MOST_EACH * 32]
+    float2* sums;    // [WARPS][UNITS][32]
+    float* squares;  // [WARPS][32], before the sums
+    float* logits;   // [MOST_EACH][16 * tiles]
+    Groups groups;
     float* norm;            // [chunks * 32]
     float* bias;            // [16 * tiles]
+    float* u_norm;          // [chunks * 32] where U_NORM
     unsigned char* tokens;  // [chunks] LAID_CHUNK
 
     __device__ __forceinline__ Places(unsigned char* dynamic, int tiles, int chunks) {
         sums = (float2*)dynamic, squares = (float*)dynamic;
         logits = (float*)(sums + WARPS * UNITS * 32);
-        rows_of = (u32*)(logits + MOST_EACH * 16 * tiles);
-        starts = (int*)(rows_of + 16 * tiles);
-        chosen = starts + 16 * tiles + 16;
-        norm = (float*)(chosen + MOST_EACH * 32);
+        groups.rows_of = (u32*)(logits + MOST_EACH * 16 * tiles);
+        groups.starts = (int*)(groups.rows_of + 16 * tiles);
+        groups.chosen = groups.starts + 16 * tiles + 16;
+        norm = (float*)(groups.chosen + MOST_EACH * 32);
         bias = norm + 32 * chunks;
-        tokens = (unsigned char*)(bias + 16 * tiles);
+        u_norm = bias + 16 * tiles;
+        tokens = (unsigned char*)(u_norm + (U_NORM ? 32 * chunks : 0));
     }
 };
 
 /* Where 8 k of a row are laid. */
 __device__ __forceinline__ uint4* laid(unsigned char* tokens, int row, int piece) {
     return (uint4*)(tokens + piece / 4 * LAID_CHUNK + row / 8 * 512 + (row % 8 * 4 + piece % 4) * 16);
-}
-
-/* Parts 0 and 1, 2 and 3, ..., then pairs of them, ... */
-template <int Parts>
-__device__ __forceinline__ float folded(const float (&sums)[Parts]) {
-    if constexpr (Parts == 1) {
-        return sums[0];
-    } else {
-        float half[Parts / 2];
-#pragma unroll
-        for (int i = 0; i < Parts / 2; ++i) half[i] = sums[2 * i] + sums[2 * i + 1];
-        return folded(half);
-    }
 }
 
 /* A row of the group as warps make it that have 1 << bits parts each, of which this is number `mine`: to
@@ -114,20 +101,24 @@ struct NormRow {
         auto both = [r](u32 pair, float low, float high) {
             return pack_bf16(low * (low_f32(pair) * r), high * (high_f32(pair) * r));
         };
+        auto times = [&](const uint4& v, const float* scales) {
+            const float4 a = *(const float4*)scales, b = *(const float4*)(scales + 4);
+            return make_uint4(both(v.x, a.x, a.y), both(v.y, a.z, a.w), both(v.z, b.x, b.y),
+                              both(v.w, b.z, b.w));
+        };
         for (int first = lane_index(); first < pieces(); first += 32 * PARTS)
 #pragma unroll 4
             for (int part = mine << bits; has(part); ++part) {
                 const int piece = first + 32 * part;
                 if (piece >= pieces()) break;
-                const float4 a = *(const float4*)(places.norm + 8 * piece),
-                             b = *(const float4*)(places.norm + 8 * piece + 4);
                 uint4* at = laid(places.tokens, row, piece);  // what this lane wrote itself
-                uint4 v = *at;
-                v = make_uint4(both(v.x, a.x, a.y), both(v.y, a.z, a.w), both(v.z, b.x, b.y),
-                               both(v.w, b.z, b.w));
+                const uint4 raw = *at;
+                uint4 v = times(raw, places.norm + 8 * piece);
                 if (position < 0) v = make_uint4(0, 0, 0, 0);
                 *at = v;
-                if (to && 8 * piece < cols) *(uint4*)(to + 8 * piece) = v;
+                if (!to || 8 * piece >= cols) continue;
+                if (U_NORM && position >= 0) v = times(raw, places.u_norm + 8 * piece);
+                *(uint4*)(to + 8 * piece) = v;
             }
     }
 };
@@ -178,44 +169,12 @@ __device__ __forceinline__ void send_logits(const Places& places, int tile, int 
     }
 }
 
-/* The groups of one cluster's rows, from rows_of. By the block. */
-__device__ __forceinline__ void make_groups(const Places& places, int* first, int* order, int* touched,
-                                            int rows, int E, int U) {
-    __syncthreads();  // all rows have chosen
-    if (warp_index() == 0) {
-        const int lane = lane_index(), each = (E + 31) / 32, begin = min(E, lane * each),
-                  end = min(E, begin + each);
-        int pairs = 0, active = 0;
-        for (int e = begin; e < end; ++e)
-            pairs += __popc(places.rows_of[e]), active += places.rows_of[e] != 0;
-        int upto = pairs;
-#pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-            const int other = __shfl_up_sync(FULL_WARP, upto, step);
-            if (lane >= step) upto += other;
-            active += __shfl_xor_sync(FULL_WARP, active, step);
-        }
-        int at = upto - pairs;
-        for (int e = begin; e < end; ++e) {
-            places.starts[e] = first[e] = at;
-            at += __popc(places.rows_of[e]);
-        }
-        if (lane == 31) first[E] = places.starts[E] = upto;
-        if (lane == 0) atomicAdd(touched, active);
-    }
-    __syncthreads();
-    for (int r = threadIdx.x; r < rows * U; r += ROUTE_THREADS) {
-        const int e = places.chosen[r];
-        if (e >= 0) order[places.starts[e] + __popc(places.rows_of[e] & ((1u << r / U) - 1))] = r;
-        if (r >= places.starts[E]) order[r] = -1;
-    }
-}
-
 /* first null: groups are another kernel's. */
 extern "C" __global__ void __launch_bounds__(ROUTE_THREADS, 1)
-    route_fast(const u16* w, const bf16* x, const float* norm, const float* bias, const int* pos, bf16* u,
-               int* expert, float* share, int* first, int* order, int* touched, float eps, int normalise,
-               int rows, int E, int U, int cols, int each) {
+    route_fast(const u16* w, const bf16* x, const float* norm, const float* u_norm, const float* bias,
+               const float* expert_scale, const int* pos, bf16* u, int* expert, float* share, int* first,
+               int* order, int* touched, float eps, int normalise, int rows, int E, int U, int cols,
+               int each) {
     extern __shared__ __align__(128) unsigned char dynamic[];
     __shared__ u64 arrived;
     const int rank = cluster_rank(), blocks = cluster_size(), tiles = (E + 15) / 16,
@@ -225,11 +184,14 @@ extern "C" __global__ void __launch_bounds__(ROUTE_THREADS, 1)
     const Places places(dynamic, tiles, chunks);
     uint4 a[2 * KEPT];
     if (rank < tiles) load_kept(a, w, rank, chunks, 0);
-    for (int k = threadIdx.x; k < 32 * chunks; k += ROUTE_THREADS) places.norm[k] = k < cols ? norm[k] : 0.f;
+    for (int k = threadIdx.x; k < 32 * chunks; k += ROUTE_THREADS) {
+        places.norm[k] = k < cols ? norm[k] : 0.f;
+        if (U_NORM) places.u_norm[k] = k < cols ? u_norm[k] : 0.f;
+    }
     for (int i = threadIdx.x; i < chunks * LAID_CHUNK / 16; i += ROUTE_THREADS)
         ((uint4*)places.tokens)[i] = uint4{};  // rows that are not there
     for (int e = threadIdx.x; e < 16 * tiles; e += ROUTE_THREADS)
-        places.rows_of[e] = 0, places.bias[e] = bias && e < E ? bias[e] : 0.f;
+        places.groups.rows_of[e] = 0, places.bias[e] = bias && e < E ? bias[e] : 0.f;
     if (threadIdx.x == 0) {
         mbarrier_init(&arrived, 1);
         mbarrier_fence_init();
@@ -284,16 +246,7 @@ extern "C" __global__ void __launch_bounds__(ROUTE_THREADS, 1)
     }
     mbarrier_wait_cluster(&arrived, 0);
     __syncwarp();
-#pragma unroll
-    for (int i = 0; i < MOST_EACH / WARPS; ++i) {
-        const int row = warp_index() + i * WARPS, t = begin + row, lane = lane_index();
-        if (row >= count) break;
-        Choice choice{-1, 0.f};
-        if (position[i] >= 0) choice = choose(places.logits + row * 16 * tiles, E, U, normalise);
-        if (lane >= U) continue;
-        expert[(size_t)t * U + lane] = choice.id, share[(size_t)t * U + lane] = choice.share;
-        places.chosen[row * U + lane] = choice.id;
-        if (choice.id >= 0) atomicOr(places.rows_of + choice.id, 1u << row);
-    }
-    if (first) make_groups(places, first, order, touched, count, E, U);
+    const Routed routed{expert, share, first, order, touched, expert_scale};
+    choose_and_group(places.groups, places.logits, 16 * tiles, position, begin, count, E, U, normalise,
+                     routed);
 }

@@ -9,13 +9,14 @@
  * mass: (T, stride) or null: gets the masses of row r. */
 extern "C" __global__ void __launch_bounds__(512, 1)
     sample(const float* logits, const int* pick, const int* slot, const int* pos, const int* key,
-           const float* laws, int* ids, float* logprob, float* mass, int purpose, int limit, int stride) {
+           const float* laws, int* ids, float* logprob, float* mass, int purpose, int limit, int stride,
+           float multiplier, float cap) {
     __shared__ Search search;
     griddep_wait();
     int i = blockIdx.x / cluster_size(), r = pick[i], turn = 0;
     if (pos[r] < 0) return;  // as all blocks of the row
     key += 4 * slot[r], laws += 3 * slot[r];
-    Law law = filtered(search, turn, logits + (size_t)i * stride, limit, key, laws);
+    Law law = filtered(search, turn, logits + (size_t)i * stride, limit, multiplier, cap, key, laws);
     auto kept = [&](int n) { return law.kept(n); };
     Total total = total_of(search, turn, limit, kept);
     u32 position = pos[r] + (purpose == DRAW);  // a draft is for the row's own

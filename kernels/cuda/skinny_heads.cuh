@@ -7,10 +7,17 @@
 #pragma once
 #include "skinny.cuh"
 
-constexpr int MOST_HEADS = 512;  // of one launch: two counters each, of arrivals and of tokens ended
-constexpr int MOST_HEAD_SIZE = 128;
+#ifndef MOST_HEAD_SIZE
+#define MOST_HEAD_SIZE 128  // a multiple of 64
+#endif
+#ifndef SHARED_KV  // 1: the second matrix has k heads alone, and what they are at first is the v heads' too
+#define SHARED_KV 0
+#endif
 
-/* The heads of one launch: those of the first matrix, then those of the second. */
+constexpr int MOST_HEADS = 512;  // of one launch: two counters each, of arrivals and of tokens ended
+
+/* The heads of one launch: those of the first matrix, then those of the second. Heads past `count` share the
+ * second's sums. */
 struct Heads {
     int size, count, first_count;
 
@@ -18,6 +25,11 @@ struct Heads {
     __device__ __forceinline__ int tiles() const {
         return first_tiles() + ((count - first_count) * size + 15) / 16;
     }
+    __device__ __forceinline__ int ended() const { return SHARED_KV ? 2 * count - first_count : count; }
+    __device__ __forceinline__ int source(int head) const {
+        return SHARED_KV && head >= count ? head - (count - first_count) : head;
+    }
+    __device__ __forceinline__ int users(int head) const { return SHARED_KV && head >= first_count ? 2 : 1; }
     __device__ __forceinline__ int base(int head) const {  // tile where the head's matrix starts
         return head < first_count ? 0 : first_tiles();
     }
@@ -97,7 +109,9 @@ __device__ __forceinline__ void finish_head(const Task& task, const Heads& heads
                                             const float* cos, const float* sin, int pairs,
                                             const Finish& how) {
     constexpr int LANE_PAIRS = MOST_HEAD_SIZE / 64;
-    float2 y[LANE_PAIRS], norm[LANE_PAIRS], turn[LANE_PAIRS];
+    constexpr bool IS_SMALL = LANE_PAIRS <= 2;  // else registers are too few for what is read ahead
+    constexpr int KEPT = IS_SMALL ? LANE_PAIRS : 1;
+    float2 y[LANE_PAIRS], norm[KEPT], turn[KEPT];
     if (!how.is_turned) pairs = 0;
     auto low_at = [&](int m) {
         int p = lane_index() + 32 * m;
@@ -111,12 +125,16 @@ __device__ __forceinline__ void finish_head(const Task& task, const Heads& heads
         return make_float2(from && low_at(m) < heads.size ? from[low_at(m)] : 0.f,
                            from && high_at(m) < heads.size ? from[high_at(m)] : 0.f);
     };
-#pragma unroll
-    for (int m = 0; m < LANE_PAIRS; ++m) {
+    auto turn_of = [&](int m) {
         int p = lane_index() + 32 * m;
-        norm[m] = both(how.norm, m);
-        turn[m] = p < pairs ? make_float2(cos[p], sin[p]) : make_float2(1.f, 0.f);
-    }
+        return p < pairs ? make_float2(cos[p], sin[p]) : make_float2(1.f, 0.f);
+    };
+    if constexpr (IS_SMALL)
+#pragma unroll
+        for (int m = 0; m < LANE_PAIRS; ++m) {
+            norm[m] = both(how.norm, m);
+            turn[m] = turn_of(m);
+        }
     warp_wait_for(counter, heads.tiles_of(head) * parts_of(task));
     u32 ended = 0;
     if (lane_index() == 0) ended = atomicAdd(counter + 1, 1u);
@@ -127,24 +145,26 @@ __device__ __forceinline__ void finish_head(const Task& task, const Heads& heads
         of_slices[m] = is_normed && slice < task.slices ? __ldcg(work + SQUARES * slice + token) : 0.f;
     }
     const float* sums = head_sums(task, work, heads.base(head), 0, token);
+    auto sum_at = [&](int n) {
+        int row = heads.row(head) + min(n, heads.size - 1);
+        return row / 16 * parts_of(task) * MOST_ROWS * 16 + row % 16;
+    };
     int from[LANE_PAIRS][2];
 #pragma unroll
     for (int m = 0; m < LANE_PAIRS; ++m) {
         y[m] = make_float2(0.f, 0.f);
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            int row = heads.row(head) + min(j ? high_at(m) : low_at(m), heads.size - 1);
-            from[m][j] = row / 16 * parts_of(task) * MOST_ROWS * 16 + row % 16;
-        }
+        from[m][0] = sum_at(low_at(m)), from[m][1] = sum_at(high_at(m));
     }
+    constexpr int AT_ONCE = IS_SMALL ? 2 : 1;  // parts whose loads are under way together
 #pragma unroll 1
-    for (int part = 0; part < parts_of(task); part += 2) {  // two parts' loads are under way together
-        float2 first[LANE_PAIRS], second[LANE_PAIRS];
+    for (int part = 0; part < parts_of(task); part += AT_ONCE) {
+        float2 first[LANE_PAIRS], second[KEPT];
         const float* at = sums + part * MOST_ROWS * 16;
-        const bool has_second = part + 1 < parts_of(task);
+        const bool has_second = IS_SMALL && part + 1 < parts_of(task);
 #pragma unroll
         for (int m = 0; m < LANE_PAIRS; ++m) {
             first[m] = make_float2(__ldcg(at + from[m][0]), __ldcg(at + from[m][1]));
+            if (m >= KEPT) continue;
             second[m] = make_float2(0.f, 0.f);
             if (has_second)
                 second[m] = make_float2(__ldcg(at + MOST_ROWS * 16 + from[m][0]),
@@ -153,7 +173,7 @@ __device__ __forceinline__ void finish_head(const Task& task, const Heads& heads
 #pragma unroll
         for (int m = 0; m < LANE_PAIRS; ++m) {
             y[m].x += first[m].x, y[m].y += first[m].y;
-            if (has_second) y[m].x += second[m].x, y[m].y += second[m].y;
+            if (m < KEPT && has_second) y[m].x += second[m].x, y[m].y += second[m].y;
         }
     }
 #pragma unroll
@@ -173,18 +193,21 @@ __device__ __forceinline__ void finish_head(const Task& task, const Heads& heads
     if (how.norm) {
         float r = rsqrtf(warp_sum(squares) / heads.size + eps);
 #pragma unroll
-        for (int m = 0; m < LANE_PAIRS; ++m)
-            y[m].x = norm[m].x * (y[m].x * r), y[m].y = norm[m].y * (y[m].y * r);
+        for (int m = 0; m < LANE_PAIRS; ++m) {
+            const float2 times = IS_SMALL ? norm[m % KEPT] : both(how.norm, m);
+            y[m].x = times.x * (y[m].x * r), y[m].y = times.y * (y[m].y * r);
+        }
     }
 #pragma unroll
     for (int m = 0; m < LANE_PAIRS; ++m) {
-        if (lane_index() + 32 * m < pairs)
-            y[m] =
-                make_float2(y[m].x * turn[m].x - y[m].y * turn[m].y, y[m].y * turn[m].x + y[m].x * turn[m].y);
+        if (lane_index() + 32 * m < pairs) {
+            const float2 by = IS_SMALL ? turn[m % KEPT] : turn_of(m);
+            y[m] = make_float2(y[m].x * by.x - y[m].y * by.y, y[m].y * by.x + y[m].x * by.y);
+        }
         if (how.to && low_at(m) < heads.size) how.to[low_at(m)] = to_bf16(how.is_zero ? 0.f : y[m].x);
         if (how.to && high_at(m) < heads.size) how.to[high_at(m)] = to_bf16(how.is_zero ? 0.f : y[m].y);
     }
-    if (lane_index() == 0 && ended == task.rows - 1) counter[0] = counter[1] = 0;
+    if (lane_index() == 0 && ended == task.rows * heads.users(head) - 1) counter[0] = counter[1] = 0;
 }
 
 /* By all threads, after skinny() with KeepTile. rule(head, token) says what becomes of it; pos: of each
@@ -193,12 +216,13 @@ template <class Rule>
 __device__ __forceinline__ void finish_heads(const Task& task, const Heads& heads, float* work, u32* counters,
                                              bool is_normed, float eps, const float* cos, const float* sin,
                                              int pairs, const int* pos, const Rule& rule) {
-    int items = heads.count * task.rows, step = gridDim.x * (THREADS / 32);
+    int items = heads.ended() * task.rows, step = gridDim.x * (THREADS / 32);
     for (int item = blockIdx.x + warp_index() * gridDim.x; item < items; item += step) {
         int head = item / task.rows, token = item % task.rows;
         Finish how = rule(head, token);
         size_t at = (size_t)max(pos[token], 0) * pairs;
-        finish_head(task, heads, head, token, work, counters + heads.counter(head), is_normed, eps, cos + at,
-                    sin + at, pairs, how);
+        int source = heads.source(head);
+        finish_head(task, heads, source, token, work, counters + heads.counter(source), is_normed, eps,
+                    cos + at, sin + at, pairs, how);
     }
 }

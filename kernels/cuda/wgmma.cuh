@@ -95,6 +95,14 @@ __device__ __forceinline__ void wgmma(float (&d)[18][4], u64 a, u64 b) {
                  : "l"(a), "l"(b));
 }
 
+__device__ __forceinline__ void wgmma(float (&d)[6][4], u64 a, u64 b) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, "
+        "%11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23}, %24, %25, 1, 1, 1, 0, 0;"
+        : FOUR_TILES(0), TWO_TILES(4)
+        : "l"(a), "l"(b));
+}
+
 /* The same with A in registers, and B turned: k by k, a row of 64 columns (128 bytes) a k, in wgmma_columns's
  * order. */
 __device__ __forceinline__ void wgmma_turned(float (&d)[8][4], const uint4& a, u64 b) {

@@ -17,8 +17,10 @@ void wgmma(float (&d)[Sums], const uint4& a, u64 b, EMULATE_SITE) {
     emulate::wgmma(d, Sums, &a.x, 0, b, false, site);
 }
 
-inline void wgmma(float (&d)[18][4], u64 a, u64 b, EMULATE_SITE) {
-    emulate::wgmma(d[0], 72, nullptr, a, b, false, site);
+template <int Tiles>
+void wgmma(float (&d)[Tiles][4], u64 a, u64 b, EMULATE_SITE) {
+    static_assert(Tiles == 18 || Tiles == 6);
+    emulate::wgmma(d[0], 4 * Tiles, nullptr, a, b, false, site);
 }
 
 inline void wgmma_turned(float (&d)[8][4], const uint4& a, u64 b, EMULATE_SITE) {

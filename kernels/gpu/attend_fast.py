@@ -1,4 +1,4 @@
-"""attend on tensor cores (kernels/cuda/attend_fast.cu): bf16, heads of 64 and 128; other shapes stay plain.
+"""attend on tensor cores (kernels/cuda/attend_fast.cu): bf16, heads of SIZES; other shapes stay plain.
 
 How rows are grouped and how many share a launch change no bit of any row. What does: the units that a row's
 keys are cut into at most (a matter of the card and of G alone), and whether wgmma makes the products (of the
@@ -9,7 +9,10 @@ import math
 
 from . import COUNTERS, HAS_WGMMA
 
-LEAF, THREADS, TILE_ROWS = 144, 128, 64
+SIZES = 64, 128, 256, 512
+LEAF, TILE_ROWS = 144, 64
+LARGE_LEAF = 48  # of heads above 128: a divisor of LEAF, so rings are whole ones of these too
+BLOCK = 16  # rows of a pass for which heads above 128 are cut
 
 
 def work_size(backend):
@@ -20,6 +23,16 @@ def work_size(backend):
 def piece_size(size):
     """f32 of a piece: o of every tile row, then m and l."""
     return TILE_ROWS * (size + 2)
+
+
+def leaf_of(size):
+    """Keys of a leaf."""
+    return LEAF if size <= 128 else LARGE_LEAF
+
+
+def threads_of(size):
+    """Of a block."""
+    return 128 if size <= 256 else 256
 
 
 class Shape:
@@ -35,18 +48,27 @@ class Shape:
         self.most = 16 if size == 128 else 32  # rows of a group: room for two blocks a multiprocessor
         most = min(self.most, max(1, 64 // self.ratio))
         self.group = group or -(-width // -(-width // most))
-        self.shared = 2 * TILE_ROWS * size + 4 * LEAF * size + 24 * self.most + 4 * TILE_ROWS + 64
+        self.shared = 2 * TILE_ROWS * size + 4 * leaf_of(size) * size + 24 * self.most + 4 * TILE_ROWS + 64
         self.shared += 4 * TILE_ROWS * has_sinks
-        # two blocks a multiprocessor, with one for a window, which may begin within a unit
         if splits is None:
-            splits = max(1, 2 * sms // groups - 1)
+            splits = self.most_splits(sms)
         self.splits = splits
-        units = min(splits, -(-keys // LEAF)) if keys else splits  # of the longest row: of a leaf at least
+        units = (
+            min(splits, -(-keys // leaf_of(size))) if keys else splits
+        )  # of the longest row: of a leaf at least
         self.units = max(1, units) + (is_windowed and splits > 0)
         self.defines = {"HEAD": size, "GROUP": self.most} | ({"RING": 1} if is_windowed else {})
         self.defines |= {"SINKS": 1} if has_sinks else {}
         if wgmma:
             self.defines["WGMMA"] = 1
+
+    def most_splits(self, sms):
+        """Two blocks a multiprocessor, with one for a window, which may begin within a unit. Large heads:
+        one, or two, for all groups of a block's rows, so that they may wait for each other."""
+        if self.size <= 128:
+            return max(1, 2 * sms // self.groups - 1)
+        together = self.groups * -(-BLOCK * self.ratio // TILE_ROWS)
+        return max(1, (2 if self.size <= 256 else 1) * sms // together - 1)
 
     def rows_a_pass(self, work):
         """Rows of one launch: what counters and a workspace of so many f32 hold. 0: none."""
@@ -61,7 +83,7 @@ def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, 
     """
     rows, heads, size = q.shape
     slots, groups, cached, _ = cache_k.shape
-    if backend.activations != "bf16" or size not in (64, 128) or heads // groups > 64:
+    if backend.activations != "bf16" or size not in SIZES or heads // groups > 64:
         return None
     keys = min(backend.bucket or cached, cached)
     how = {"keys": keys, "wgmma": backend.device.arch in HAS_WGMMA} | tuning
@@ -72,7 +94,7 @@ def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, 
     held = 0  # blocks that may wait for each other
     if waits and shape.splits:
         function = backend.device.function("attend_fast.cu", "attend_fast", shape.defines)
-        held = backend.device.holds(function, THREADS, shape.shared)
+        held = backend.device.holds(function, threads_of(size), shape.shared)
     # qkv, which writes the newest keys, lets its successor start late (fast.py):
     # what came before it is there.
     early = (cache_k, cache_v) if early and shape.splits and count >= rows else ()
@@ -87,7 +109,7 @@ def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, 
             bool(early),
         ]  # fmt: skip
         backend.launch(
-            "attend_fast.cu", "attend_fast", grid, THREADS, shape.shared, args, shape.defines,
+            "attend_fast.cu", "attend_fast", grid, threads_of(size), shape.shared, args, shape.defines,
             dependent=backend.dependent, early=early,
         )  # fmt: skip
     return True

@@ -25,7 +25,9 @@ IN_FLIGHT = 50000  # bytes of weights a multiprocessor that should be under way 
 LARGE_SCALE = 129  # of MXFP4: 4; the multiplication of experts_units.cuh then takes two steps
 ORDER_ROOM = 512  # as in experts.cuh
 MOST_EXPERTS, MOST_LISTED = 1024, 256  # of a layer; runs of a block
-MERGED_ROWS = 32  # above, another kernel adds up the rows
+STRETCHED_ROWS = 32  # up to which a block takes one stretch of all pieces
+MERGED_ROWS = 4  # above, another kernel adds up the rows: fences beside the stream cost more
+NARROW_ROWS = {"mxfp4": 16}  # up to which runs have 8 rows, since hardly any expert has more
 STRIP = 20  # tiles, about, that the runs of an expert go over side by side in a prompt
 ROUTE_WARPS, ROUTE_ROWS, ROUTE_BLOCKS = 16, 32, 8  # of a block; of a cluster, and its blocks at most
 
@@ -105,7 +107,7 @@ def registers_of(warps):
 def frame(cut, cols, kind, experts, rows):
     """The Frame for so many token rows: of those that shared memory holds the first that covers them, or the
     widest."""
-    found = None
+    found, rows = None, 8 if rows <= NARROW_ROWS.get(kind, 0) else rows
     for tiles in TOKEN_TILES:
         fitting = frames(cut, cols, kind, experts, tiles)
         suiting = [shape for shape in fitting if suits(shape, cols, kind)]
@@ -153,7 +155,7 @@ def dealt(sms, tiles, experts, rows, used, most_rows):
     stretch.
     """
     runs = min(experts, rows * used) + rows * used // most_rows
-    if rows <= MERGED_ROWS:
+    if rows <= STRETCHED_ROWS:
         choices = [(tiles, 0, -(-runs // sms) + 2)]
     else:
         sizes = [size for size in range(1, tiles + 1) if tiles % size == 0]
@@ -200,8 +202,9 @@ def pack(backend, parts, role, experts):
     return Weight((experts, rows, cols), "mxfp4", layout, (data,), is_large)
 
 
-def _launch(backend, row, w, rows, used, tiles, args, cut=None, act=0):
-    """One product. args: function of what `dealt` gives -> the kernel's. Returns the defines that it was
+def _launch(backend, row, w, rows, used, tiles, args, cut=None, act=0, more=None):
+    """One product. args: function of what `dealt` gives -> the kernel's. more: -D of the
+    kernel's own. Returns the defines that it was
     compiled with, None where K does not suit."""
     experts, _, cols = w.shape
     cut = cut or choose(cols, w.dtype, row)
@@ -212,7 +215,7 @@ def _launch(backend, row, w, rows, used, tiles, args, cut=None, act=0):
         return None
     shared = cut.shared(cols, w.dtype, experts, shape)
     how = dealt(backend.sms, tiles, experts, rows, used, 8 * shape.token_tiles)
-    defines = defines_of(cut, cols, w.dtype, shape, act, w.has_large_scales)
+    defines = defines_of(cut, cols, w.dtype, shape, act, w.has_large_scales) | (more or {})
     backend.launch(
         f"{row}_fast.cu", f"{row}_fast", backend.sms, cut.threads(shape), shared, args(how), defines,
         dependent=backend.dependent,
@@ -220,17 +223,19 @@ def _launch(backend, row, w, rows, used, tiles, args, cut=None, act=0):
     return defines
 
 
-def _route_shared(experts, cols, token_tiles):
-    """Dynamic shared bytes: sums, logits, bias and groups, norm, token rows."""
+def _route_shared(experts, cols, token_tiles, norms):
+    """Dynamic shared bytes: sums, logits, bias and groups, norms, token rows."""
     padded, chunks = -(-experts // TILE) * TILE, -(-cols // CHUNK)
     groups = 4 * (3 * padded + 16 + 32 * ROUTE_ROWS)
     sums, logits = ROUTE_WARPS * 512 * token_tiles, 4 * ROUTE_ROWS * padded
-    return sums + logits + groups + chunks * (128 + 512 * token_tiles + 64)
+    return sums + logits + groups + chunks * (128 * norms + 512 * token_tiles + 64)
 
 
-def route(backend, x, norm, eps, w, bias, normalise, pos, touched, work, u, expert, share, first, order):
+def route(backend, x, norm, u_norm, eps, w, bias, normalise, expert_scale, pos, touched, work, u, expert,
+          share, first, order):  # fmt: skip
     (rows, cols), used, tiles = x.shape, expert.shape[1], -(-w.rows // TILE)
-    fitting = [n for n in (1, 2) if _route_shared(w.rows, cols, n) + STATIC <= SHARED_PER_BLOCK]
+    norms = 1 if u_norm is None else 2
+    fitting = [n for n in (1, 2) if _route_shared(w.rows, cols, n, norms) + STATIC <= SHARED_PER_BLOCK]
     if w.layout != "packed" or cols % 8 or used > plain.MOST_USED or not fitting:
         return None
     token_tiles = next((n for n in fitting if 8 * n >= rows), fitting[-1])
@@ -238,16 +243,29 @@ def route(backend, x, norm, eps, w, bias, normalise, pos, touched, work, u, expe
     blocks, is_whole = max(2, min(ROUTE_BLOCKS, tiles)), rows <= ROUTE_ROWS
     kept = min(6, -(-cols // CHUNK // ROUTE_WARPS))
     defines = {"TOKEN_TILES": token_tiles, "STREAM_WARPS": ROUTE_WARPS, "KEPT_CHUNKS": kept}
+    defines |= route_defines(u_norm, expert_scale)
     groups = first if is_whole else None
-    args = [w.data, x, norm, bias, pos, u, expert, share, groups, order, touched, eps, normalise]
-    args += [rows, w.rows, used, cols, ROUTE_ROWS]
+    args = [w.data, x, norm, u_norm, bias, expert_scale, pos, u, expert, share, groups, order, touched]
+    args += [eps, normalise, rows, w.rows, used, cols, ROUTE_ROWS]
     backend.launch(
         "route_fast.cu", "route_fast", blocks * -(-rows // ROUTE_ROWS), 32 * ROUTE_WARPS,
-        _route_shared(w.rows, cols, token_tiles), args, defines, cluster=blocks, dependent=backend.dependent,
+        _route_shared(w.rows, cols, token_tiles, norms), args, defines, cluster=blocks,
+        dependent=backend.dependent,
     )  # fmt: skip
     if not is_whole:
         plain.group(backend, w.rows, touched, expert, first, order, backend.dependent)
     return True
+
+
+def route_defines(u_norm, expert_scale):
+    """-D of route.cuh."""
+    given = {"U_NORM": u_norm, "EXPERT_SCALE": expert_scale}
+    return {name: 1 for name, value in given.items() if value is not None}
+
+
+def adds_define(adds):
+    """-D of the kernels of experts_down."""
+    return {} if adds else {"ADDS": 0}
 
 
 def experts_up(backend, u, w, bias, expert, first, order, act, limit, alpha, work, h, cut=None):
@@ -265,7 +283,8 @@ def experts_up(backend, u, w, bias, expert, first, order, act, limit, alpha, wor
     return True if _launch(backend, "experts_up", w, rows, used, tiles, args, cut, act) else None
 
 
-def experts_down(backend, h, w, bias, expert, share, first, order, tap_row, tap_at, x, taps, work, cut=None):
+def experts_down(backend, h, w, bias, expert, share, first, order, adds, tap_row, tap_at, x, taps, work,
+                 cut=None):  # fmt: skip
     if w.layout != "packed":
         return None
     (rows, used, _), tap_cols = h.shape, 0 if taps is None else taps.shape[1]
@@ -278,7 +297,7 @@ def experts_down(backend, h, w, bias, expert, share, first, order, tap_row, tap_
             products, rows, used, w.shape[0], w.rows, w.cols, *how, tap_at, tap_cols,
         ]  # fmt: skip
 
-    defines = _launch(backend, "experts_down", w, rows, used, tiles, args, cut)
+    defines = _launch(backend, "experts_down", w, rows, used, tiles, args, cut, more=adds_define(adds))
     if defines is None:
         return None
     if not is_merged:

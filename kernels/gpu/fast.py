@@ -30,7 +30,7 @@ from dataclasses import replace
 import numpy as np
 
 from ..weight import MATRIX, PAIRS, TABLE, TILE, Weight
-from . import COUNTERS, attend_fast, experts, plain, split
+from . import COUNTERS, attend_fast, experts, experts_few, plain, split
 
 PAIRED = "packed pairs"  # a tile holds 8 gate rows and the 8 up rows that go with them
 
@@ -72,7 +72,8 @@ def work_size(backend, rows, cols, outputs):
         return pieces
     cut = split.choose(outputs, cols, backend.sms)
     tiles = -(-outputs // TILE) + 2  # two matrices round up twice
-    finished = split.ROWS * max(outputs, 2 * 16 * backend.sms)  # rows of fuse; bests of head
+    # Rows that are normed as wholes, and their squares a tile; bests of head.
+    finished = split.ROWS * max(outputs + tiles, 2 * 16 * backend.sms)
     return max(pieces, cut.work(tiles) + finished)
 
 
@@ -129,33 +130,39 @@ def embed(backend, ids, table, scale, x):
     return True
 
 
-def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot, pos, at, cache_k,
-        cache_v, work, q):  # fmt: skip
+def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, v_norm, cos, sin, slot, pos, at,
+        cache_k, cache_v, work, q):  # fmt: skip
     cols, (_, heads, size), (_, groups, cached, _) = wq.cols, q.shape, cache_k.shape
     if (wq.layout, wkv.layout) != ("packed", "packed") or not has_room(heads + 2 * groups, size):
         return None
+    shares = wkv.rows == groups * size
     # Its successor may start once all blocks of this kernel have seen their predecessor end: attend asks for
     # older keys before its own wait, and those must be whole.
     cut = replace(split.choose(wq.rows + wkv.rows, cols, backend.sms), early=False)
 
     def args(here, count):
         return [
-            wq.data, wkv.data, x[here], norm, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot[here],
-            pos[here], at[here], cache_k, cache_v, q[here], work, work[COUNTERS:], eps, count, cols,
-            cut.slices, heads, groups, size, cos.shape[1], cached,
+            wq.data, wkv.data, x[here], norm, q_bias, kv_bias, q_norm, k_norm, v_norm, cos, sin,
+            slot[here], pos[here], at[here], cache_k, cache_v, q[here], work, work[COUNTERS:], eps, count,
+            cols, cut.slices, heads, groups, size, cos.shape[1], cached,
         ]  # fmt: skip
 
     tiles = tiles_of(wq.rows) + tiles_of(wkv.rows)
     is_normed = norm is not None
     return launch(
         backend, "qkv_fast.cu", "qkv_fast", tiles, cut, cols, len(x), args, is_normed, together=True,
-        defines={"NORMED": int(is_normed)},
+        defines={"NORMED": int(is_normed)} | ({"SHARED_KV": 1} if shares else {}) | head_size_define(size),
     )  # fmt: skip
 
 
 def has_room(heads, size):
     """Whether skinny_heads.cuh holds the heads of one launch."""
-    return heads <= 512 and size <= 128
+    return heads <= 512 and size <= 512
+
+
+def head_size_define(size):
+    """-D of skinny_heads.cuh for heads that are larger than usual: a lane has more of them."""
+    return {} if size <= 128 else {"MOST_HEAD_SIZE": 256 if size <= 256 else 512}
 
 
 def linear(backend, a, w, bias, work, y):
@@ -170,11 +177,23 @@ def linear(backend, a, w, bias, work, y):
 
 
 def linear_add(backend, a, w, bias, norm, eps, scale, tap_row, tap_at, x, taps, work):
-    if w.layout != "packed" or norm is not None or scale is not None:
+    if w.layout != "packed":
         return None
     cut, tiles = split.choose(w.rows, w.cols, backend.sms), tiles_of(w.rows)
     tap_cols = 0 if taps is None else taps.shape[1]
     tap_row = None if taps is None else tap_row
+    if norm is not None or scale is not None:
+
+        def normed_args(here, count):
+            return [
+                w.data, a[here], bias, norm, scale, rows_of(tap_row, here), x[here], taps, work,
+                work[COUNTERS:], eps, count, w.rows, w.cols, cut.slices, tap_at, tap_cols,
+            ]  # fmt: skip
+
+        return launch(
+            backend, "linear_add_normed_fast.cu", "linear_add_normed_fast", tiles, cut, w.cols, len(a),
+            normed_args, together=True,
+        )  # fmt: skip
 
     def args(here, count):
         return [
@@ -183,6 +202,21 @@ def linear_add(backend, a, w, bias, norm, eps, scale, tap_row, tap_at, x, taps, 
         ]  # fmt: skip
 
     return launch(backend, "linear_add_fast.cu", "linear_add_fast", tiles, cut, w.cols, len(a), args)
+
+
+def join(backend, a, b, a_norm, b_norm, norm, eps, scale, tap_row, tap_at, x, taps):
+    rows, width = x.shape
+    if backend.activations != "bf16" or not fits_a_block(width):
+        return None
+    tap_cols, tap_row = (0, None) if taps is None else (taps.shape[1], tap_row)
+    args = [a, b, a_norm, b_norm, norm, eps, scale, tap_row, x, taps, width, tap_at, tap_cols]
+    backend.launch("join_fast.cu", "join_fast", rows, 256, 0, args, dependent=backend.dependent)
+    return True
+
+
+def fits_a_block(width):
+    """Whether whole_rows.cuh holds a row."""
+    return width % 4 == 0 and width <= 8192
 
 
 def gate_up(backend, x, norm, eps, act, w, work, h):
@@ -217,35 +251,44 @@ def _room(w, work, rows):
     return work[at : at + rows * w.rows].reshape(rows, w.rows)
 
 
-def sample(backend, x, pick, slot, pos, norm, eps, w, limit, key, law, ids, logprob, work):
+def sample(backend, x, pick, slot, pos, norm, eps, w, limit, multiplier, cap, key, law, ids, logprob, work):
     if w.layout != "packed":
         return None
     logits = _room(w, work, len(pick))
     if len(pick) and _logits(backend, x, pick, norm, eps, w, work, logits):
-        plain.draw(backend, logits, w.rows, pick, slot, pos, limit, key, law, ids, logprob)
+        plain.draw(backend, logits, w.rows, pick, slot, pos, limit, (multiplier, cap), key, law, ids, logprob)
     return True
 
 
-def propose(backend, x, pick, slot, pos, norm, eps, w, limit, key, law, ids, mass, work):
+def propose(backend, x, pick, slot, pos, norm, eps, w, limit, multiplier, cap, key, law, ids, mass, work):
     if w.layout != "packed":
         return None
     logits = _room(w, work, len(pick))
     if len(pick) and _logits(backend, x, pick, norm, eps, w, work, logits):
-        plain.draw(backend, logits, w.rows, pick, slot, pos, limit, key, law, ids, None, mass, plain.DRAFT)
+        curve = multiplier, cap
+        plain.draw(
+            backend, logits, w.rows, pick, slot, pos, limit, curve, key, law, ids, None, mass, plain.DRAFT
+        )
     return True
 
 
-def reject(backend, x, pos, norm, eps, w, limit, key, law, drafts, mass, ids, logprob, work):
+def reject(backend, x, pos, norm, eps, w, limit, multiplier, cap, key, law, drafts, mass, ids, logprob, work):
     if w.layout != "packed":
         return None
     logits = _room(w, work, len(x))
     _logits(backend, x, None, norm, eps, w, work, logits)
-    plain.accept_or_redraw(backend, logits, pos, limit, key, law, drafts, mass, ids, logprob)
+    plain.accept_or_redraw(
+        backend, logits, pos, limit, (multiplier, cap), key, law, drafts, mass, ids, logprob
+    )
     return True
 
 
-def head_logits(backend, x, norm, eps, w, work, logits):
-    return None if w.layout != "packed" else _logits(backend, x, None, norm, eps, w, work, logits)
+def head_logits(backend, x, norm, eps, w, multiplier, cap, work, logits):
+    if w.layout != "packed":
+        return None
+    done = _logits(backend, x, None, norm, eps, w, work, logits)
+    plain.bend(backend, logits, multiplier, cap)
+    return done
 
 
 def _logits(backend, x, pick, norm, eps, w, work, logits):
@@ -297,7 +340,10 @@ def inject(backend, f, wkv, kv_bias, k_norm, eps, cos, sin, slot, pos, at, cache
             cos.shape[1], cached,
         ]  # fmt: skip
 
-    return launch(backend, "inject_fast.cu", "inject_fast", tiles, cut, wkv.cols, len(f), args, together=True)
+    return launch(
+        backend, "inject_fast.cu", "inject_fast", tiles, cut, wkv.cols, len(f), args, together=True,
+        defines=head_size_define(size),
+    )  # fmt: skip
 
 
 # row of the table -> function(backend, *args) -> True, or None to decline
@@ -309,6 +355,7 @@ FAST = {
         attend_fast.attend,
         linear,
         linear_add,
+        join,
         gate_up,
         head,
         sample,
@@ -317,8 +364,8 @@ FAST = {
         head_logits,
         fuse,
         inject,
-        experts.route,
-        experts.experts_up,
-        experts.experts_down,
+        experts_few.route,
+        experts_few.experts_up,
+        experts_few.experts_down,
     )
 }

@@ -68,14 +68,14 @@ def embed(backend, ids, table, scale, x):
     backend.launch("embed.cu", "embed", rows, THREADS, 0, args, _types(backend, table))
 
 
-def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot, pos, at, cache_k,
-        cache_v, work, q):  # fmt: skip
+def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, v_norm, cos, sin, slot, pos, at,
+        cache_k, cache_v, work, q):  # fmt: skip
     (rows, heads, size), (_, groups, room, _), wide = q.shape, cache_k.shape, wq.rows + wkv.rows
     laid, y = _laid(backend, x, None, norm, eps, work)
     _linear(backend, wq, laid, "f32", y, wide)
     _linear(backend, wkv, laid, "f32", y[wq.rows :], wide)
-    args = [y, eps, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot, pos, at, cache_k, cache_v, q]
-    args += [rows, heads, groups, room, size, cos.shape[1]]
+    args = [y, eps, q_bias, kv_bias, q_norm, k_norm, v_norm, cos, sin, slot, pos, at, cache_k, cache_v, q]
+    args += [rows, heads, groups, wkv.rows // size - groups, room, size, cos.shape[1]]
     blocks = -(-rows * (heads + 2 * groups) * 32 // THREADS)
     backend.launch("qkv.cu", "qkv", blocks, THREADS, 0, args, _types(backend))
 
@@ -114,14 +114,17 @@ def gate_up(backend, x, norm, eps, act, w, work, h):
     backend.launch("gate_up.cu", "gate_up", blocks, THREADS, 0, args, _types(backend, w))
 
 
-def route(backend, x, norm, eps, w, bias, normalise, pos, touched, work, u, expert, share, first, order):
+def route(backend, x, norm, u_norm, eps, w, bias, normalise, expert_scale, pos, touched, work, u, expert,
+          share, first, order):  # fmt: skip
     (rows, width), (experts, used) = x.shape, (w.rows, expert.shape[1])
     if used > MOST_USED:
         raise NotImplementedError(f"route: {used} experts a row, the kernel holds {MOST_USED}")
     logits = work[COUNTERS:]
     _norm(backend, x, None, norm, eps, u, rows, backend.activations, backend.activations)
     _linear(backend, w, u, backend.activations, logits, experts)
-    args = [logits, bias, pos, normalise, u, expert, share, rows, experts, used, width]
+    if u_norm is not None:  # the router has read its own
+        _norm(backend, x, None, u_norm, eps, u, rows, backend.activations, backend.activations)
+    args = [logits, bias, expert_scale, pos, normalise, u, expert, share, rows, experts, used, width]
     backend.launch("route.cu", "choose_rows", _blocks(backend, rows), THREADS, 0, args, _types(backend))
     group(backend, experts, touched, expert, first, order)
 
@@ -150,13 +153,20 @@ def experts_up(backend, u, w, bias, expert, first, order, act, limit, alpha, wor
     backend.launch("experts_up.cu", "experts_up", blocks, THREADS, 0, args, _expert_types(backend, w))
 
 
-def experts_down(backend, h, w, bias, expert, share, first, order, tap_row, tap_at, x, taps, work):
+def experts_down(backend, h, w, bias, expert, share, first, order, adds, tap_row, tap_at, x, taps, work):
     (rows, used, ffn), width = h.shape, x.shape[1]
     columns = 0 if taps is None else taps.shape[1]
-    args = [h, w.data, _scales(w), bias, expert, share, tap_row, tap_at, x, taps]
+    args = [h, w.data, _scales(w), bias, expert, share, adds, tap_row, tap_at, x, taps]
     args += [rows, used, width, ffn, columns]
     blocks = _blocks(backend, rows * width)
     backend.launch("experts_down.cu", "experts_down", blocks, THREADS, 0, args, _expert_types(backend, w))
+
+
+def join(backend, a, b, a_norm, b_norm, norm, eps, scale, tap_row, tap_at, x, taps):
+    rows, width = x.shape
+    columns = 0 if taps is None else taps.shape[1]
+    args = [a, b, a_norm, b_norm, norm, eps, scale, tap_row, tap_at, x, taps, width, columns]
+    backend.launch("join.cu", "join", rows, THREADS, 4 * width, args, _types(backend))
 
 
 def head(backend, x, pick, norm, eps, w, limit, ids, work):
@@ -174,48 +184,70 @@ def _picked_logits(backend, x, pick, norm, eps, w, work):
     return y
 
 
-def sample(backend, x, pick, slot, pos, norm, eps, w, limit, key, law, ids, logprob, work):
+def sample(backend, x, pick, slot, pos, norm, eps, w, limit, multiplier, cap, key, law, ids, logprob, work):
     if len(pick):
         y = _picked_logits(backend, x, pick, norm, eps, w, work)
-        draw(backend, y, w.rows, pick, slot, pos, limit, key, law, ids, logprob)
+        draw(backend, y, w.rows, pick, slot, pos, limit, (multiplier, cap), key, law, ids, logprob)
 
 
-def propose(backend, x, pick, slot, pos, norm, eps, w, limit, key, law, ids, mass, work):
+def propose(backend, x, pick, slot, pos, norm, eps, w, limit, multiplier, cap, key, law, ids, mass, work):
     if len(pick):
         y = _picked_logits(backend, x, pick, norm, eps, w, work)
-        draw(backend, y, w.rows, pick, slot, pos, limit, key, law, ids, None, mass, DRAFT)
+        draw(backend, y, w.rows, pick, slot, pos, limit, (multiplier, cap), key, law, ids, None, mass, DRAFT)
 
 
-def reject(backend, x, pos, norm, eps, w, limit, key, law, drafts, mass, ids, logprob, work):
+def reject(backend, x, pos, norm, eps, w, limit, multiplier, cap, key, law, drafts, mass, ids, logprob, work):
     y = _picked_logits(backend, x, None, norm, eps, w, work)
-    accept_or_redraw(backend, y, pos, limit, key, law, drafts, mass, ids, logprob)
+    accept_or_redraw(backend, y, pos, limit, (multiplier, cap), key, law, drafts, mass, ids, logprob)
 
 
-def draw(backend, logits, stride, pick, slot, pos, limit, key, law, ids, logprob, mass=None, purpose=DRAW):
-    """The end of sample and propose: ids from the picked rows' logits, which lie `stride` f32 apart."""
+def draw(backend, logits, stride, pick, slot, pos, limit, curve, key, law, ids, logprob, mass=None,
+         purpose=DRAW):  # fmt: skip
+    """The end of sample and propose: ids from the picked rows' logits, which lie `stride` f32 apart.
+
+    curve: multiplier and cap.
+    """
     args = [logits, pick, slot, pos, key, law, ids, logprob, mass, purpose, limit, stride]
-    _launch_law(backend, "sample", len(pick), limit, args)
+    _launch_law(backend, "sample", len(pick), limit, args, curve)
 
 
-def accept_or_redraw(backend, logits, pos, limit, key, law, drafts, mass, ids, logprob):
+def accept_or_redraw(backend, logits, pos, limit, curve, key, law, drafts, mass, ids, logprob):
     """The end of reject, from the logits of all rows."""
     slots, block, stride = mass.shape
     args = [logits, pos, key, law, drafts, mass, ids, logprob, len(pos) // slots, block, limit, stride]
-    _launch_law(backend, "reject", len(pos), limit, args)
+    _launch_law(backend, "reject", len(pos), limit, args, curve)
 
 
-def _launch_law(backend, kernel, rows, limit, args):
-    """A kernel of law.cuh. How many blocks and threads share a row does not show in its ids."""
+def _launch_law(backend, kernel, rows, limit, args, curve):
+    """A kernel of law.cuh. How many blocks and threads share a row does not show in its ids.
+
+    Laws of bare logits have machine code of their own.
+    """
+    defines, args = {"SOFTCAP": 1} if is_bent(*curve) else None, [*args, *map(float, curve)]
     blocks = 8 if limit >= CLUSTER_FROM else 1
     threads = 512 if limit > 4096 else 128
     backend.launch(
-        f"{kernel}.cu", kernel, rows * blocks, threads, 0, args, cluster=blocks, dependent=backend.dependent
-    )
+        f"{kernel}.cu", kernel, rows * blocks, threads, 0, args, defines, cluster=blocks,
+        dependent=backend.dependent,
+    )  # fmt: skip
 
 
-def head_logits(backend, x, norm, eps, w, work, logits):
+def is_bent(multiplier, cap):
+    """Whether laws see other logits than the head's own."""
+    return (multiplier, cap) != (1, 0)
+
+
+def bend(backend, logits, multiplier, cap):
+    """Scales and caps them in place."""
+    if is_bent(multiplier, cap):
+        args = [logits, float(multiplier), float(cap), logits.size]
+        backend.launch("head_logits.cu", "cap_logits", _blocks(backend, logits.size // 32), THREADS, 0, args)
+
+
+def head_logits(backend, x, norm, eps, w, multiplier, cap, work, logits):
     laid, _ = _laid(backend, x, None, norm, eps, work)
     _linear(backend, w, laid, "f32", logits, w.rows)
+    bend(backend, logits, multiplier, cap)
 
 
 def fuse(backend, taps, w, norm, eps, work, f):
@@ -253,3 +285,10 @@ def accept(backend, drafts, choice, stop, start, anchor, fresh, left, done, reco
 
 def _control(backend, kernel, slots, args):
     backend.launch("control.cu", kernel, slots, 32, 0, args, dependent=backend.dependent)
+
+
+def widen(backend, pick, pos, names, narrow, ids, mass):
+    if len(pick):
+        args = [pick, pos, names, narrow, ids, mass, len(names), 0 if mass is None else mass.shape[1]]
+        threads = 32 if mass is None else 512
+        backend.launch("control.cu", "widen", len(pick), threads, 0, args, dependent=backend.dependent)

@@ -14,9 +14,10 @@ from ..table import ROWS
 from ..weight import TILE
 from . import COUNTERS, HAS_WGMMA
 from .attend_fast import attend_prompt
+from .fast import fits_a_block
 
 STAGE_K = 64
-HEADS = 8  # of a row, by one warp of qkv_prefill.cu
+HEADS = {64: 8, 128: 8, 256: 4, 512: 2}  # head size -> heads of a row by one warp of qkv_prefill.cu
 # (tokens, row tiles of weights, stages) of a block; the bits are the same in all of a frame
 TILES = {
     "mma": ((64, 4, 4), (64, 8, 4), (128, 8, 3), (256, 8, 4)),
@@ -142,19 +143,20 @@ def fits(*weights):
     return all(w.layout == "packed" and w.cols % 8 == 0 for w in weights)
 
 
-def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot, pos, at, cache_k,
-        cache_v, work, q):  # fmt: skip
+def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, v_norm, cos, sin, slot, pos, at,
+        cache_k, cache_v, work, q):  # fmt: skip
     if not fits(wq, wkv):
         return None
     (rows, heads, size), (_, groups, room, _) = q.shape, cache_k.shape
     laid, scale, y = tokens(backend, x, norm, eps, work)
     product(backend, rows, wq, laid, scale, y, wkv)
-    args = [y, eps, q_bias, kv_bias, q_norm, k_norm, cos, sin, slot, pos, at, cache_k, cache_v, q]
-    args += [rows, heads, groups, room, size, cos.shape[1]]
-    if size in (64, 128) and cos.shape[1] == size // 2:
-        warps = rows * -(-(heads + 2 * groups) // HEADS)
+    args = [y, eps, q_bias, kv_bias, q_norm, k_norm, v_norm, cos, sin, slot, pos, at, cache_k, cache_v, q]
+    args += [rows, heads, groups, wkv.rows // size - groups, room, size, cos.shape[1]]
+    if size in HEADS and cos.shape[1] == size // 2:
+        warps = rows * -(-(heads + 2 * groups) // HEADS[size])
         backend.launch(
-            "qkv_prefill.cu", "qkv_prefill", -(-warps // 4), 128, 0, args[:-2], {"HEAD": size},
+            "qkv_prefill.cu", "qkv_prefill", -(-warps // 4), 128, 0, args[:-2],
+            {"HEAD": size, "HEADS": HEADS[size]},
             dependent=backend.dependent
         )  # fmt: skip
     else:
@@ -171,10 +173,17 @@ def linear(backend, a, w, bias, work, y):
 
 
 def linear_add(backend, a, w, bias, norm, eps, scale, tap_row, tap_at, x, taps, work, tile=None):
-    if not fits(w) or norm is not None or scale is not None:
+    is_ended = norm is not None or scale is not None
+    if not fits(w) or (is_ended and not fits_a_block(w.rows)):
         return None
     columns = 0 if taps is None else taps.shape[1]
-    laid, _, _ = tokens(backend, a, None, 0.0, work)
+    laid, _, y = tokens(backend, a, None, 0.0, work)
+    if is_ended:
+        product(backend, len(a), w, laid, None, y, tile=tile)
+        tap_row = None if taps is None else tap_row
+        args = [y, bias, norm, eps, scale, tap_row, x, taps, w.rows, tap_at, columns]
+        backend.launch("end_rows.cu", "end_rows", len(a), 256, 0, args, dependent=backend.dependent)
+        return True
     args = [w.data, laid, bias, tap_row, x, taps, len(a), w.rows, w.cols, tap_at, columns]
     launch(backend, "linear_add_prefill.cu", "linear_add_prefill", len(a), w.rows, args, tile=tile)
     return True

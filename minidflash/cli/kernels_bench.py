@@ -12,6 +12,10 @@ from .terminal import write
 
 ROTATED = 128 << 20  # bytes of different weights between two uses of the same: more than any cache holds
 BLOCK = 16
+CURVE = {"multiplier": 1.0, "cap": 0.0}  # of logits: most models have none
+# Optional arguments that are not timed: of a row, and ends of names.
+NOT_TIMED = ("linear_add", "norm"), ("linear_add", "scale")
+LEFT_OUT = "bias", "sinks", "logprob", "v_norm", "u_norm", "expert_scale"
 EXPERT_ROWS = "route", "experts_up", "experts_down"
 
 
@@ -106,11 +110,12 @@ def arguments(ops, row, shape, rows, context, like=None, experts="bf16"):
     """
     from minidflash.kernels.ops import expected
     from minidflash.kernels.oracle_moe import group
-    from minidflash.kernels.table import CLAMPED, PLAIN_ONLY, SILU, role_of
+    from minidflash.kernels.table import CLAMPED, SILU, role_of
 
     rng = np.random.default_rng(1)
     sizes = shape | {"T": rows, "N": 1, "M": rows, "S": context + max(rows, BLOCK), "R": BLOCK,
-                     "P": context + max(rows, BLOCK), "J": shape["K"] // 2, "B": BLOCK, "X": 1}  # fmt: skip
+                     "P": context + max(rows, BLOCK), "J": shape["K"] // 2, "B": BLOCK, "X": 1,
+                     "Y": shape["V"] // 4}  # fmt: skip
     widest = max(sizes["C"], sizes["F"])
     most = max(sizes["V"], 2 * sizes["F"], 2 * sizes["L"] * sizes["G"] * sizes["K"])
     sizes["Z"] = ops.backend.work_size(max(rows, BLOCK), widest, most)
@@ -119,11 +124,12 @@ def arguments(ops, row, shape, rows, context, like=None, experts="bf16"):
     where = np.arange(sizes["T"]) + context
     values = {
         "eps": 1e-6, "scale": shape["K"] ** -0.5, "window": 0, "causal": 1, "limit": sizes["V"], "tap_at": 0,
-        "act": SILU,
+        "act": SILU, **CURVE,
         "ids": where % sizes["V"], "pos": where, "at": where, "begin": where, "end": where + 1,
         "tap_row": np.arange(rows) % BLOCK,
         "pick": np.arange(rows), "left": 1000, "start": context, "stop": -1,
-        "law": [0.7, 0.9, 0.0], "mass": 2.0**43,
+        "law": [0.7, 0.9, 0.0], "mass": 2.0**43, "narrow": 2.0**43,
+        "names": np.arange(sizes["Y"]) * 3,
     }  # fmt: skip
     if row.name == "embed":
         values["scale"] = 1.0
@@ -132,7 +138,7 @@ def arguments(ops, row, shape, rows, context, like=None, experts="bf16"):
         expert = np.stack([rng.permutation(E)[:U] for _ in range(rows)])
         first, order = group(expert, E)
         values |= {
-            "expert": expert, "first": first, "order": order, "share": 1 / U, "normalise": 1,
+            "expert": expert, "first": first, "order": order, "share": 1 / U, "normalise": 1, "adds": 1,
             "act": CLAMPED if experts == "mxfp4" else SILU, "limit": 7.0, "alpha": 1.702,
         }  # fmt: skip
         sizes["Z"] = ops.backend.work_size(
@@ -150,9 +156,7 @@ def arguments(ops, row, shape, rows, context, like=None, experts="bf16"):
             found.append(like[i])
         elif arg.dims is None:
             found.append(values[arg.name])
-        elif arg.optional and (
-            arg.name.endswith(("bias", "sinks", "logprob")) or arg.name in PLAIN_ONLY.get(row.name, ())
-        ):
+        elif arg.optional and (arg.name.endswith(LEFT_OUT) or (row.name, arg.name) in NOT_TIMED):
             found.append(None)
         else:
             found.append(_buffer(ops, arg, tuple(expected(dim, sizes) for dim in arg.dims), values, rng))

@@ -15,7 +15,7 @@ from .terminal import write, write_lines
 
 # Dims of no model that every fast kernel takes.
 SIZES = {"T": 5, "N": 1, "D": 48, "H": 4, "G": 2, "K": 64, "F": 40, "V": 37, "C": 96, "S": 24, "P": 32,
-         "J": 8, "B": 5, "L": 2, "R": 5, "M": 5, "X": 1, "E": 6, "U": 2}  # fmt: skip
+         "J": 8, "B": 5, "L": 2, "R": 5, "M": 5, "X": 1, "Y": 5, "E": 6, "U": 2}  # fmt: skip
 MOST_LOGITS = 4096  # of a model's vocabulary
 TOLERANCE = {"f32": 1e-4, "bf16": 2e-2}  # of the largest value of an array
 
@@ -166,7 +166,7 @@ def arguments(ops, row, sizes=SIZES, is_bare=False):
     bf16, it loses nothing, so ids that depend on close logits are the oracle's.
     """
     from minidflash.kernels.ops import expected
-    from minidflash.kernels.table import PLAIN_ONLY, role_of
+    from minidflash.kernels.table import role_of
 
     rng = np.random.default_rng(sum(map(ord, row.name)))
     widest = max(256, sizes["C"], sizes["F"], sizes["H"] * sizes["K"])
@@ -180,9 +180,6 @@ def arguments(ops, row, sizes=SIZES, is_bare=False):
             continue
         if arg.type != "W" and arg.dims is None:
             given[arg.name] = special[arg.name]
-            continue
-        if arg.name in PLAIN_ONLY.get(row.name, ()):
-            given[arg.name] = None
             continue
         shape = tuple(expected(dim, sizes) for dim in arg.dims)
         if arg.type == "W":
@@ -228,6 +225,6 @@ def _special(sizes):
         "drafts": [0, 1, 2, 9, 9], "choice": [1, 2, 3, 4, 5], "stop": [99], "start": [7], "anchor": [11],
         "fresh": [2], "left": [9], "fill": [0, 21, 22, 23, 24],
         "key": [11, 0, 0, 9], "law": [0.8, 0.9, 0.02],
-        "mass": [2.0**43, 2.0**40, 2.0**42],
-        "normalise": 1, "expert": expert, "first": first, "order": order, "act": 1, "alpha": 1.7,
+        "mass": [2.0**43, 2.0**40, 2.0**42], "multiplier": 1.25, "cap": 3.0, "names": [1, 4, 5, 9, 12],
+        "normalise": 1, "adds": 1, "expert": expert, "first": first, "order": order, "act": 1, "alpha": 1.7,
     }  # fmt: skip

@@ -17,6 +17,7 @@ from tests.kernels import (
     test_qkv,
     test_reject,
     test_rows,
+    test_sample,
 )
 from tests.kernels.test_fast_bits import CUTS, cut  # noqa: F401 a fixture
 from tests.kernels.test_fast_prefill import frame, prompt_check  # noqa: F401 a fixture
@@ -84,7 +85,7 @@ def test_draws_are_from_the_logits_of_that_eps(ops, rng, name):
         case["key"] * np.int32([1, 1, 1, 0]),
     )  # no filter
     got = run(Fast(ops, name), name, case)
-    part = {what: case[what] for what in ("x", "norm", "eps", "w")}
+    part = {what: case[what] for what in ("x", "norm", "eps", "w", *test_sample.BARE)}
     logits = run(Fast(ops, "head_logits"), "head_logits", part)["logits"].astype(np.float64)
     law = np.exp(logits - logits.max(1, keepdims=True))
     law /= law.sum(1, keepdims=True)

@@ -35,6 +35,7 @@ def cases(activations, weights):
         "bias": make.v(E, D),
         "tap_row": np.arange(T, dtype=np.int32),
         "tap_at": 3,
+        "adds": 1,
     }
     share = rng.dirichlet(np.ones(U), T).astype(np.float32)
     router = Make(rng, activations).w(E, D)

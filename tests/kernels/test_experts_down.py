@@ -31,18 +31,28 @@ def make(ops, rng, T, E, U, D, F, weights="bf16", bias=True, tap_at=None, idle=(
     return {
         "h": make.a(T, U, F), "w": make.experts(E, D, F), "bias": make.v(E, D) if bias else None,
         **make.routing(T, E, U, idle), "share": share, "tap_row": None if tap_at is None else rows,
-        "tap_at": tap_at or 0,
+        "tap_at": tap_at or 0, "adds": 1,
         "x": make.a(T, D), "taps": None if tap_at is None else junk(ops, (T + 2, tap_at + D + 5), "A"),
     }  # fmt: skip
 
 
 def terms_of(case):
-    w, h, total = case["w"].real, real(case["h"]), np.abs(real(case["x"]))
+    w, h, total = case["w"].real, real(case["h"]), np.abs(real(case["x"])) * case["adds"]
     for t, k in np.argwhere(case["expert"] >= 0):
         e = case["expert"][t, k]
         terms = np.abs(w[e]) @ np.abs(h[t, k]) + (0 if case["bias"] is None else np.abs(case["bias"][e]))
         total[t] += case["share"][t, k] * terms
     return {"x": total}
+
+
+@pytest.mark.parametrize("T, weights", [(5, "bf16"), (40, "bf16"), (5, "f32"), (5, "mxfp4")])
+def test_a_row_may_be_the_sum_alone(ops, rng, T, weights):
+    """What was there, NaN even, does not show; inactive rows become 0."""
+    case = make(ops, rng, T, 7, 2, 40, 64, weights, idle=[1, 3]) | {"adds": 0}
+    case["x"] = junk(ops, case["x"].shape, "A")
+    terms = {"x": np.nan_to_num(terms_of(case | {"x": np.zeros_like(case["x"])})["x"])}
+    got = check(ops, "experts_down", case, terms, C)
+    assert not real(got["x"])[[1, 3]].any()
 
 
 @pytest.mark.parametrize("weights", ["bf16", "f32", "mxfp4"])
@@ -99,20 +109,22 @@ def test_a_rows_bits_are_its_own(ops, rng, T, E, U, weights):
         assert_same_bits(run(ops, "experts_down", one)["x"], whole[t : t + 1], f"row {t} alone")
 
 
-def test_experts_are_added_in_router_order(ops, rng):
+ORDERS = np.int32([[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]])
+
+
+def assert_added_in_order(ops, run, expert, weights="f32"):
     """Outputs 2^26, 1, -2^26 and a row of 0: only one order of f32 sums gives what each order of the experts
     gives."""
-    T, E, U, D, F = 6, 3, 3, 17, 32
+    (T, U), E, D, F = expert.shape, 3, 17, 32
     values = np.float32([2**26, 1, -(2**26)])
     w = np.zeros((E, D, F), np.float32)
     w[:, :, 0] = values[:, None]
-    expert = np.int32([[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]])
     h = np.zeros((T, U, F), np.float32)
     h[:, :, 0] = 1
     case = {
-        "h": stored(h, ops.activations), "w": Experts([Matrix(w.reshape(-1, F))], E), "bias": None,
-        **grouped(expert, E), "share": np.ones((T, U), np.float32), "tap_row": None, "tap_at": 0,
-        "x": stored(np.zeros((T, D)), ops.activations), "taps": None,
+        "h": stored(h, ops.activations), "w": Experts([Matrix(stored(w.reshape(-1, F), weights))], E),
+        "bias": None, **grouped(expert, E), "share": np.ones((T, U), np.float32), "tap_row": None,
+        "tap_at": 0, "adds": 1, "x": stored(np.zeros((T, D)), ops.activations), "taps": None,
     }  # fmt: skip
     got = real(run(ops, "experts_down", case)["x"])
     if ops.name == "oracle":
@@ -120,6 +132,10 @@ def test_experts_are_added_in_router_order(ops, rng):
         return
     want = [np.float32(np.float32(a + b) + c) for a, b, c in values[expert]]
     np.testing.assert_array_equal(got, np.repeat(want, D).reshape(T, D))
+
+
+def test_experts_are_added_in_router_order(ops, rng):
+    assert_added_in_order(ops, run, ORDERS)
 
 
 NIBBLES, SCALES = np.arange(16), np.arange(255)
@@ -139,7 +155,7 @@ def test_mxfp4_is_what_it_says_bit_for_bit(ops, column):
     case = {
         "h": stored(h, ops.activations), "w": Experts([Blocks(blocks, scale[:, None])], 1), "bias": None,
         **grouped(np.zeros((1, 1), np.int32), 1), "share": np.ones((1, 1), np.float32), "tap_row": None,
-        "tap_at": 0,
+        "tap_at": 0, "adds": 1,
         "x": stored(np.zeros((1, D)), ops.activations), "taps": None,
     }  # fmt: skip
     got = run(ops, "experts_down", case)["x"][0]

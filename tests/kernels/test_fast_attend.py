@@ -80,6 +80,33 @@ def test_close_to_float64(ops, rng, heads, rows):
     check(case, call(ops, case))
 
 
+@pytest.mark.parametrize("wgmma", [True, False])
+@pytest.mark.parametrize("heads, window, tuning", [
+    ((4, 2, 256), 0, {}), ((2, 1, 256), 100, {"splits": 2}), ((2, 1, 256), 0, {"splits": 0}),
+    ((8, 1, 512), 0, {"splits": 3}), ((2, 1, 512), 60, {}), ((8, 1, 512), 0, {"splits": 0}),
+])  # fmt: skip
+def test_large_heads(ops, rng, heads, window, tuning, wgmma):
+    """Leaves of 48 keys, and two teams of warps for 512: close, and a row alone has the bits of many."""
+    case, tuning = make(rng, range(140, 156), heads, window=window), tuning | {"wgmma": wgmma}
+    many = call(ops, case, **tuning)
+    check(case, many)
+    if tuning.get("splits") != 0:
+        assert_same_bits(call(ops, case, **tuning, waits=False), many, "merged by the last block")
+    for row in (0, 9, 15):
+        assert_same_bits(call(ops, some(case, [row]), **tuning)[0], many[row], f"row {row}")
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("heads", [(2, 1, 256), (2, 1, 512)], ids=str)
+def test_large_heads_keep_what_a_later_row_holds_to_itself(ops, rng, heads):
+    case = make(rng, range(130, 146), heads)
+    clean, bad = call(ops, case), case | {"cache_v": case["cache_v"].copy()}
+    bad["cache_v"][0, :, 130 + 9] = stored(np.inf, "bf16")
+    got = call(ops, bad)
+    assert_same_bits(got[:9], clean[:9])
+    assert not np.isfinite(real(got[9:])).all()
+
+
 def test_the_table_row_runs_fast(ops, rng):
     kinds = {(4, 1, 64): "fast", (4, 2, 128): "fast", (4, 1, 24): "plain", (2, 1, 80): "plain"}
     for heads, variant in kinds.items():
@@ -265,7 +292,22 @@ def test_old_keys_are_asked_for_before_the_wait(ops, rng, monkeypatch):
         tables = [cases.put(ops, a, "f32") for a in (cos, sin)]
         weights = [ops.backend.weight([part], "matrix") for part in parts]
         ops.qkv(
-            rows, norm, 1e-6, *weights, None, None, None, None, *tables, *rest[:2], rest[1], k, v, work, q
+            rows,
+            norm,
+            1e-6,
+            *weights,
+            None,
+            None,
+            None,
+            None,
+            None,
+            *tables,
+            *rest[:2],
+            rest[1],
+            k,
+            v,
+            work,
+            q,
         )
         ops.attend(q, k, v, *rest, work, o)
         assert ops.backend.variants["qkv"] == ops.backend.variants["attend"] == "fast"
@@ -277,13 +319,16 @@ def test_old_keys_are_asked_for_before_the_wait(ops, rng, monkeypatch):
     assert of_attend[0][1] == "attend_fast" and len(of_attend[1]["early"]) == 2
 
 
+USUAL = [(64, False, False), (128, False, False), (128, True, False), (64, False, True), (64, True, True),
+         (128, True, True)]  # fmt: skip
+LARGE = [(256, True, False), (512, False, False)]  # sm_90a runs them with wgmma alone
+
+
 @needs_nvrtc
-@pytest.mark.parametrize(
-    "arch, wgmma", [(arch, False) for arch in compiler.ARCHES.values()] + [("sm_90a", True)]
-)
-@pytest.mark.parametrize("size, is_windowed, has_sinks", [
-    (64, False, False), (128, False, False), (128, True, False), (64, False, True), (64, True, True),
-    (128, True, True),
+@pytest.mark.parametrize("arch, wgmma, size, is_windowed, has_sinks", [
+    (arch, wgmma, *kind)
+    for arch, wgmma in [*((arch, False) for arch in compiler.ARCHES.values()), ("sm_90a", True)]
+    for kind in USUAL + (LARGE if wgmma or arch != "sm_90a" else [])
 ])  # fmt: skip
 def test_compiles_without_spills_and_two_blocks_fit(ops, arch, wgmma, size, is_windowed, has_sinks, tmp_path):
     """What the compiler adds for alignment counts: 256 bytes once halved the blocks of 16 rows."""
@@ -294,10 +339,11 @@ def test_compiles_without_spills_and_two_blocks_fit(ops, arch, wgmma, size, is_w
     assert "Potential Performance Loss" not in log, log  # ptxas made wgmma wait for each other
     static = sum(map(int, re.findall(r"(\d+) bytes smem", log)))  # not named where there is none
     whole = -(-(static + shape.shared + 1024) // 128) * 128
-    assert 2 * whole <= 233472 and 2 * attend_fast.THREADS * used.registers <= 65536, shape.defines
+    blocks, threads = (1 if size > 256 else 2), attend_fast.threads_of(size)
+    assert blocks * whole <= 233472 and blocks * threads * used.registers <= 65536, shape.defines
     found = disassemble(cubin, tmp_path)["attend_fast"]
     wanted = ["LDGSTS", "MUFU.EX2", "ACQBULK", "PREEXIT"]
-    products = ["HMMA.16816.F32.BF16", "LDSM 4", "LDSM MT88 4"]
+    keys, products = attend_fast.leaf_of(size), ["HMMA.16816.F32.BF16", "LDSM 4", "LDSM MT88 4"]
     assert_instructions(
-        found, wanted + (["HGMMA.64x144x16.F32.BF16", "HGMMA.64x64x16.F32.BF16"] if wgmma else products)
+        found, wanted + ([f"HGMMA.64x{keys}x16.F32.BF16", "HGMMA.64x64x16.F32.BF16"] if wgmma else products)
     )

@@ -28,7 +28,7 @@ from tests.kernels import (
 )
 from tests.kernels.test_compile import needs_nvrtc
 
-FORMS = test_rows.FAST_FORMS
+FORMS = test_rows.FORMS
 CUTS = [
     split.Split(1, 2, 8), split.Split(3, 2, 8, 4, 1), split.Split(2, 1, 16, 1, 4), split.Split(4, 2, 4, 2, 2),
     split.Split(2, 2, 3, 3, 1), split.Split(1, 1, 8, 2, 2, 4), split.Split(2, 1, 4, 4, 1, 2, True),
@@ -178,7 +178,7 @@ def test_dependent_launches_read_nothing_too_early(ops, rng, cut, monkeypatch):
             b["q"],
         )
         for _ in range(2):
-            ops.qkv(b["x"], b["norm"], 1e-6, w["q"], w["kv"], None, None, None, None, *where)
+            ops.qkv(b["x"], b["norm"], 1e-6, w["q"], w["kv"], None, None, None, None, None, *where)
             ops.linear_add(
                 b["q"].reshape(T, -1), w["o"], None, None, 0.0, None, None, 0, b["x"], None, b["work"]
             )

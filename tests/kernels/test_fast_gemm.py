@@ -5,9 +5,9 @@ import pytest
 from minidflash.kernels.gpu import fast
 from minidflash.kernels.table import GELU_TANH, SILU
 
-from tests.cases import JUNK, Make, Matrix, check, dot_terms, normed, slip, stored, truth
+from tests.cases import JUNK, Make, Matrix, dot_terms, normed, slip, stored, truth
 from tests.compare import assert_same_bits, real
-from tests.fast_rows import C_NORMED, C, Fast, fast_check, fast_run, on_gpu_backends
+from tests.fast_rows import C_NORMED, C, fast_check, fast_run, on_gpu_backends
 from tests.kernels import (
     test_embed,
     test_fuse,
@@ -15,6 +15,7 @@ from tests.kernels import (
     test_head,
     test_head_logits,
     test_inject,
+    test_join,
     test_linear,
     test_linear_add,
     test_qkv,
@@ -72,11 +73,47 @@ def test_linear_add_matches_oracle(ops, rng, T, D, F, bias, tap_at):
 
 
 @on_gpu_backends
-@pytest.mark.parametrize("norm, scale", [(True, False), (False, True)])
-def test_a_norm_or_a_scale_at_a_layers_end_is_left_to_the_plain_kernels(ops, rng, norm, scale):
-    case = test_linear_add.make(ops, rng, 5, 48, 77, "bf16", True, 3, norm, scale)
-    check(Fast(ops, "linear_add"), "linear_add", case, test_linear_add.terms_of(case), C)
-    assert ops.backend.variants["linear_add"] == "plain"
+@pytest.mark.parametrize("bias, norm, scale", [(False, True, False), (True, False, True), (True, True, True)])
+@pytest.mark.parametrize(
+    "T, D, F", [(1, 576, 576), (16, 264, 640), (5, 123, 77), (17, 24, 4096), (33, 16, 32)]
+)
+def test_a_norm_and_a_scale_at_a_layers_end(ops, rng, T, D, F, bias, norm, scale):
+    case = test_linear_add.make(ops, rng, T, D, F, "bf16", bias, 3, norm, scale)
+    got = fast_check(ops, "linear_add", case, test_linear_add.terms_of(case), C)
+    want = case["taps"].copy()
+    for t, row in enumerate(case["tap_row"]):
+        if row >= 0:
+            want[row, 3 : 3 + D] = got["x"][t]
+    assert_same_bits(got["taps"], want, "taps")
+    if norm:
+        for t in (0, T - 1):
+            one = {name: case[name][t : t + 1] for name in ("a", "x", "tap_row")}
+            assert_same_bits(fast_run(ops, "linear_add", case | one)["x"][0], got["x"][t], f"row {t} alone")
+
+
+@on_gpu_backends
+@pytest.mark.parametrize("shares", [True, False])
+@pytest.mark.parametrize("shape", test_qkv.GEMMA, ids=str)
+def test_qkv_of_normed_or_shared_values(ops, rng, shape, shares):
+    _, D, H, G, K, _ = shape
+    case = test_qkv.make(ops, rng, shape, "bf16", True, False)
+    case["v_norm"] = 1 + 0.1 * np.arange(K, dtype=np.float32)
+    if shares:
+        case["wkv"] = Make(rng, "bf16").w(G * K, D)
+    terms = test_qkv.terms_of(case)
+    fast_check(ops, "qkv", case, terms, C_NORMED, H=H)
+
+
+@on_gpu_backends
+@pytest.mark.parametrize("T, D", [(1, 576), (16, 64), (5, 124), (3, 2816), (2, 5376)])
+def test_join_matches_oracle(ops, rng, T, D):
+    case = test_join.make(ops, rng, T, D)
+    got = fast_check(ops, "join", case, test_join.terms_of(case), test_join.C)
+    want = case["taps"].copy()
+    for t, row in enumerate(case["tap_row"]):
+        if row >= 0:
+            want[row, 8 : 8 + D] = got["x"][t]
+    assert_same_bits(got["taps"], want, "taps")
 
 
 @on_gpu_backends
@@ -146,6 +183,13 @@ def test_fuse_matches_oracle(ops, rng, T, D, C_):
 
 
 HEAD_SHAPES = [(1, 576, 5003), (16, 576, 384), (5, 123, 77), (17, 80, 509), (3, 37, 1), (1, 4096, 320)]
+
+
+@on_gpu_backends
+@pytest.mark.parametrize("multiplier, cap", [(0.375, 9.0), (2.5, 0.0)])
+def test_head_logits_are_scaled_and_capped(ops, rng, multiplier, cap):
+    case = test_head_logits.make(ops, rng, 17, 80, 509, "bf16") | {"multiplier": multiplier, "cap": cap}
+    fast_check(ops, "head_logits", case, test_head_logits.terms_of(case), C_NORMED)
 
 
 @on_gpu_backends

@@ -8,7 +8,7 @@ from minidflash.kernels.gpu import prefill
 from minidflash.kernels.ops import Ops
 from minidflash.kernels.table import GELU_TANH, SILU, role_of
 
-from tests.cases import check, run
+from tests.cases import Make, check, run
 from tests.compare import assert_same_bits, real
 from tests.conftest import open_or_skip, parameters
 from tests.disassembly import assert_instructions, disassemble_all
@@ -138,10 +138,28 @@ def test_inject_matches_oracle(ops, frame, rng, shape):
 
 
 @on_gpu_backends
-@pytest.mark.parametrize("norm, scale", [(True, False), (False, True)])
-def test_a_norm_or_a_scale_at_a_layers_end_is_left_to_the_plain_kernels(ops, frame, rng, norm, scale):
-    case = test_linear_add.make(ops, rng, 5, 16, 80, "bf16", True, 3, norm, scale)
-    prompt_check(ops, "linear_add", case, test_linear_add.terms_of(case), C, "plain")
+@pytest.mark.parametrize("norm, scale, D, variant", [
+    (True, False, 16, "prefill"), (False, True, 16, "prefill"), (True, True, 264, "prefill"),
+    (True, True, 18, "fast"),
+])  # fmt: skip
+def test_a_norm_and_a_scale_at_a_layers_end(ops, frame, rng, norm, scale, D, variant):
+    """Rows that are no whole pieces of 4 numbers are decoding's."""
+    case = test_linear_add.make(ops, rng, 5, D, 80, "bf16", True, 3, norm, scale)
+    prompt_check(ops, "linear_add", case, test_linear_add.terms_of(case), C, variant)
+
+
+@on_gpu_backends
+@pytest.mark.parametrize("shares", [True, False])
+@pytest.mark.parametrize(
+    "shape", [(5, 64, 4, 2, 64, 32), (3, 64, 2, 1, 256, 128), (3, 72, 3, 1, 512, 256)], ids=str
+)
+def test_qkv_of_normed_or_shared_values(ops, frame, rng, shape, shares):
+    _, D, H, G, K, _ = shape
+    case = test_qkv.make(ops, rng, shape, "bf16", True, True)
+    case["v_norm"] = 1 + 0.1 * np.arange(K, dtype=np.float32)
+    if shares:
+        case |= {"wkv": Make(rng, "bf16").w(G * K, D), "kv_bias": case["kv_bias"][: G * K]}
+    prompt_check(ops, "qkv", case, test_qkv.terms_of(case), C_NORMED, H=H)
 
 
 @on_gpu_backends
@@ -152,7 +170,7 @@ def test_odd_columns_are_left_to_the_other_kernels(ops, frame, rng):
 
 @on_gpu_backends
 @pytest.mark.parametrize(
-    "form", ["linear", "linear_add", "gate_up", "qkv", "fuse", "inject", *test_rows.FAST_FORMS]
+    "form", ["linear", "linear_add", "gate_up", "qkv", "fuse", "inject", *test_rows.PROMPT_FORMS]
 )
 def test_a_row_alone_has_the_bits_of_a_chunk(ops, frame, rng, form, monkeypatch):
     """Rows of a chunk of 64, in chunks of 1 and 17, under every tile."""

@@ -39,8 +39,12 @@ def halves(monkeypatch):
         partial(test_route.test_of_equal_logits_the_smaller_id_comes_first, U=4),
         test_route.test_nan_is_the_least_likely_and_ids_stay_in_range,
         test_route.test_one_expert_may_have_all_rows,
+        *(
+            partial(test_route.test_u_may_have_a_norm_of_its_own_and_experts_a_scale, T=T, E=40, U=U, D=120)
+            for T, U in ((1, 8), (2, 4), (9, 3), (36, 3))
+        ),
     ],
-    ids=["inactive", "equal", "nan", "one"],
+    ids=["inactive", "equal", "nan", "one", "own norm 1", "own norm 2", "own norm 9", "own norm 36"],
 )
 @pytest.mark.filterwarnings("ignore:invalid value")
 def test_route_of_strange_rows(ops, rng, halves, test):

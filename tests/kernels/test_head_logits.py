@@ -13,11 +13,13 @@ EPS = 1e-6
 
 def make(ops, rng, T, D, V, weights):
     make = Make(rng, ops.activations, weights)
-    return {"x": make.a(T, D), "norm": make.v(D, around=1), "eps": EPS, "w": make.w(V, D)}
+    case = {"x": make.a(T, D), "norm": make.v(D, around=1), "eps": EPS, "w": make.w(V, D)}
+    return case | {"multiplier": 1.0, "cap": 0.0}
 
 
 def terms_of(case):
-    return {"logits": dot_terms(normed(case["x"], case["norm"], EPS), case["w"])}
+    terms = dot_terms(normed(case["x"], case["norm"], EPS), case["w"])
+    return {"logits": case["multiplier"] * terms + case["cap"]}
 
 
 @pytest.mark.parametrize("weights", ["bf16", "f32"])
@@ -27,6 +29,15 @@ def terms_of(case):
 def test_matches_oracle(ops, rng, T, D, V, weights):
     case = make(ops, rng, T, D, V, weights)
     check(ops, "head_logits", case, terms_of(case), C)
+
+
+@pytest.mark.parametrize("multiplier, cap", [(0.375, 9.0), (2.5, 0.0), (1.0, 0.5)])
+def test_logits_are_scaled_and_capped(ops, rng, multiplier, cap):
+    case = make(ops, rng, 5, 123, 77, "bf16") | {"multiplier": multiplier, "cap": cap}
+    check(ops, "head_logits", case, terms_of(case), C)
+    bare = terms_of(case)
+    for change in ({"multiplier": 1.25 * multiplier}, {"cap": 0.8 * cap if cap else 3.0}):
+        assert slip(ops, "head_logits", case, change, bare, C) > 10, change
 
 
 def test_one_bad_row_stays_alone(ops, rng):
@@ -42,11 +53,11 @@ def test_sees_wrong_kernels(ops, rng):
     """F05: a norm left out or applied twice is seen, its scale being far from 1."""
     case = make(ops, rng, 5, 123, 77, "bf16")
 
-    def twice(x, norm, eps, w, work):
+    def twice(x, norm, eps, w, multiplier, cap, work):
         return oracle.rmsnorm(oracle.rmsnorm(x, norm, eps), norm, eps) @ w.data.T
 
     wrong = {
-        "norm dropped": lambda x, norm, eps, w, work: x @ w.data.T,
+        "norm dropped": lambda x, norm, eps, w, multiplier, cap, work: x @ w.data.T,
         "norm twice": twice,
         "scale dropped": {"norm": np.ones(123, np.float32)},
         "mean removed": {"x": stored(np.zeros((5, 123)), ops.activations)},

@@ -69,6 +69,17 @@ FILES = ["embed", "norm", "linear", "linear_add", "gate_up", "qkv", "inject", "a
     "defines", [KINDS, {"PACKED": 1}, {"PACKED": 2}, KINDS | {"WEIGHT": "bf16"}], ids=str
 )
 def test_every_type_compiles_and_stays_in_registers(file, defines):
+    compiles(file, defines)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("file", ["sample", "reject", "head_logits"])
+def test_capped_laws_compile_and_stay_in_registers(file):
+    compiles(file, {"SOFTCAP": 1})
+
+
+def compiles(file, defines):
+    """Compiles the file; nothing spills."""
     _, log = compiler.compile_cubin(f"{file}.cu", "sm_90a", defines)
     for name, used in compiler.resources(log).items():
         assert (used.stack, used.spill_stores, used.spill_loads) == (0, 0, 0), f"{name}: {used}"

@@ -63,11 +63,14 @@ def terms_of(case):
 
     terms = {"q": np.zeros((len(case["x"]), case["wq"].shape[0] // K, K))}
     terms["q"][is_active] = rope_terms(heads(case["wq"], case["q_bias"], case["q_norm"]), cos, sin)
-    kv_bias = case["kv_bias"]
+    kv_bias, parts = case["kv_bias"], case["wkv"].shape[0] // (G * K)
     k, v = (
-        heads(Matrix(w), None if kv_bias is None else kv_bias.reshape(2, -1)[i], (case["k_norm"], None)[i])
-        for i, w in enumerate(np.split(case["wkv"].array, 2))
-    )
+        heads(
+            Matrix(np.split(case["wkv"].array, parts)[i % parts]),
+            None if kv_bias is None else kv_bias.reshape(parts, -1)[i % parts], norm,
+        )
+        for i, norm in enumerate((case["k_norm"], case.get("v_norm")))
+    )  # fmt: skip
     for name, value in (("cache_k", rope_terms(k, cos, sin)), ("cache_v", v)):
         terms[name] = np.zeros((N, G, S, K))
         terms[name][slot, :, pos] = value
@@ -97,6 +100,29 @@ def test_without_a_norm_rows_are_as_they_are(ops, rng, shape):
     assert slip(ops, "qkv", case, {"norm": np.ones(shape[1], np.float32)}, terms_of(case), C) > 10
 
 
+GEMMA = [(5, 64, 4, 2, 16, 8), (17, 48, 6, 1, 32, 16), (3, 40, 2, 1, 256, 128), (9, 72, 2, 1, 512, 256)]
+
+
+@pytest.mark.parametrize("shares, bias", [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("shape", GEMMA, ids=str)
+def test_values_are_normed_and_may_be_the_raw_keys(ops, rng, shape, shares, bias):
+    """models.md 5: without rows of their own, values are what the keys are before norm and rotation."""
+    _, D, H, G, K, _ = shape
+    case = make(ops, rng, shape, "bf16", True, bias) | {"v_norm": 1 + 0.1 * np.arange(K, dtype=np.float32)}
+    if shares:
+        case["wkv"] = Make(rng, ops.activations, "bf16").w(G * K, D)
+        case["kv_bias"] = case["kv_bias"][: G * K] if bias else None
+    terms = terms_of(case)
+    check(ops, "qkv", case, terms, C, H=H)
+    wrong = {"v norm dropped": {"v_norm": None}, "v norm's scale": {"v_norm": np.ones(K, np.float32)}}
+    if shares:
+        other = Matrix(np.concatenate([case["wkv"].array, case["wkv"].array[::-1]]))
+        double = {"kv_bias": np.tile(case["kv_bias"], 2)} if bias else {}
+        wrong["values of their own"] = {"wkv": other} | double
+    for what, change in wrong.items():
+        assert slip(ops, "qkv", case, change, terms, C, H=H) > 10, what
+
+
 def test_position_0_is_not_rotated(ops, rng):
     case = make(ops, rng, (1, 40, 3, 1, 16, 8)) | {"pos": np.zeros(1, np.int32)}
     turned = run(ops, "qkv", case, H=3)
@@ -113,12 +139,12 @@ def test_sees_wrong_kernels(ops, rng, norms):
     terms = terms_of(case)
     ones = np.ones(24, np.float32)
 
-    def interleaved(x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, cos, sin, *rest):
+    def interleaved(x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, v_norm, cos, sin, *rest):
         """Neighbours (2j, 2j + 1) turned in place of (j, j + J): permute, rotate, permute back."""
         order = np.arange(24).reshape(12, 2).T.reshape(-1)
         slot, pos, _, cache_k, *_ = rest
         still = np.ones_like(cos), np.zeros_like(sin)
-        q = oracle.qkv(x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, *still, *rest)
+        q = oracle.qkv(x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, v_norm, *still, *rest)
         for t in np.flatnonzero(pos >= 0):
             for head in (q[t], cache_k[slot[t], :, pos[t]]):
                 head[:, order] = oracle.rope(head[:, order].copy(), cos[pos[t]], sin[pos[t]])

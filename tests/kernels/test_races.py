@@ -29,6 +29,7 @@ CHECKED = {
     "test_fast_attend": "emulate and (many_pieces and 2040 or slots or later_row)",
     "test_fast_prefill": "emulate and not long",
     "test_fast_experts": "emulate and (every_cut and bf16-emulate-bf16 or route_matches and (20-300 or 5-7))",
+    "test_few_experts": "emulate and (of_many and 2-4-3 or like_many and 10-40)",
     "test_sample": "emulate-f32 and matches_oracle and 17-40-77", "test_plain": "emulate",
     "test_head": "emulate", "test_sinks": "emulate and (joins_once and 2040 or later_row)",
 }  # fmt: skip

@@ -8,7 +8,7 @@ from tests.cases import JUNK, Make, run, truth
 from tests.chance import filtered, surprise
 from tests.conftest import parameters
 from tests.fast_rows import fast_run
-from tests.kernels.test_sample import EPS, FILTERS, agree, of_logits, on_exact_logits
+from tests.kernels.test_sample import BARE, CURVES, EPS, FILTERS, agree, bent, of_logits, on_exact_logits
 
 LAWS = [{}, {"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.2}, {"top_k": 20, "top_p": 0.9, "min_p": 0.01}]
 
@@ -55,7 +55,7 @@ def random_case(ops, rng, slots, width, block, D, V, limit=None, **law):
     """Rows that differ, a slot that is done, drafts from the oracle."""
     make, limit = Make(rng, ops.activations), limit or V
     T = slots * block
-    shared = {"norm": make.v(D, around=1), "eps": EPS, "w": make.w(V, D), "limit": limit}
+    shared = {"norm": make.v(D, around=1), "eps": EPS, "w": make.w(V, D), "limit": limit, **BARE}
     rows = np.arange(T, dtype=np.int32)
     case = {
         "x": make.a(T, D), "pick": rows[rows % block > 0], "slot": rows // block, "pos": 40 + rows % block,
@@ -88,6 +88,16 @@ def test_both_match_the_oracle(ops, rng, slots, width, block, D, V, limit, law):
         assert got["ids"].tolist() == want["ids"].tolist()
         np.testing.assert_allclose(got["mass"], want["mass"], rtol=2e-5, atol=1)
         agree(run(ops, "reject", second), truth("reject", second), (temperature, law))
+
+
+@pytest.mark.parametrize("curve", CURVES, ids=str)
+def test_both_draw_from_capped_logits(ops, rng, curve):
+    for law in LAWS:
+        first, second = (bent(case, curve) for case in random_case(ops, rng, 3, 4, 5, 40, 77, 70, **law))
+        got, want = run(ops, "propose", first), truth("propose", first)
+        assert got["ids"].tolist() == want["ids"].tolist()
+        np.testing.assert_allclose(got["mass"], want["mass"], rtol=2e-5, atol=1)
+        agree(run(ops, "reject", second), truth("reject", second), law)
 
 
 @pytest.mark.parametrize("ops", parameters(activations=["f32"]), indirect=True)
@@ -243,7 +253,7 @@ def test_the_fast_variant_decides_from_its_own_logits(ops, rng):
     first, second = random_case(ops, rng, 3, 8, 8, 64, 700, temperature=0.9, top_p=0.95)
 
     def logits(case):
-        return fast_run(ops, "head_logits", {n: case[n] for n in ("x", "norm", "eps", "w")})["logits"]
+        return fast_run(ops, "head_logits", {n: case[n] for n in ("x", "norm", "eps", "w", *BARE)})["logits"]
 
     got, exact = fast_run(ops, "propose", first), logits(first)
     for r in first["pick"]:
@@ -280,7 +290,8 @@ def test_every_slot_has_its_own_law_and_key(ops, rng):
     keys = np.array([[5, 0, 0, 0], [5, 7, 1, 0], [9, 0, 2, 3]], np.int32)
     propose, reject = random_case(ops, rng, 3, 3, 4, 24, 90)
     sample = {
-        name: propose[name] for name in ("x", "pick", "slot", "pos", "norm", "eps", "w", "limit", "ids")
+        name: propose[name]
+        for name in ("x", "pick", "slot", "pos", "norm", "eps", "w", "limit", "ids", *BARE)
     }
     sample["logprob"] = np.full((12, 2), 7, np.float32)
     for name, case in (("propose", propose), ("reject", reject), ("sample", sample)):

@@ -9,6 +9,7 @@ from minidflash.kernels import oracle_moe
 
 from tests.cases import Make, Matrix, normed, run, slip, stored, truth
 from tests.compare import EPS32, assert_close, assert_same_bits, real
+from tests.conftest import open_or_skip
 
 C = 16
 EPS = 1e-5
@@ -32,6 +33,12 @@ def logits_of(case, u):
     """(logits, their sum |terms|) of stored rows u, in float64."""
     y, bias = real(u), 0 if case["bias"] is None else case["bias"].astype(np.float64)
     return y @ case["w"].real.T + bias, np.abs(y) @ np.abs(case["w"].real.T) + np.abs(bias)
+
+
+def router_sees(case):
+    """The rows that logits are made of, where u is not them."""
+    return run(open_or_skip("oracle", "f32" if case["x"].dtype == np.float32 else "bf16"), "route",
+               case | {"u_norm": None}, U=1)["u"]  # fmt: skip
 
 
 def misplaced(ids, logits, terms):
@@ -62,16 +69,20 @@ def assert_routed(got, case, U, E):
     for what in ("u", "share"):
         assert not real(got[what][~active]).any(), f"{what} of inactive rows"
     assert (got["expert"][~active] == -1).all()
-    u = normed(case["x"], case["norm"], EPS)[active]
+    own = case.get("u_norm")
+    u = normed(case["x"], case["norm"] if own is None else own, EPS)[active]
     assert_close(got["u"][active], u, np.abs(u), C, "u")
-    logits, terms = logits_of(case, got["u"])
+    # What the router sees: u, or what it would be without a norm of its own.
+    seen = got["u"] if own is None else router_sees(case)
+    logits, terms = logits_of(case, seen)
     for t in np.flatnonzero(active):
         ids = got["expert"][t]
         assert len(set(ids)) == U and 0 <= ids.min() and ids.max() < E, f"row {t} has {ids}"
         assert misplaced(ids, logits[t], terms[t]) <= 1, f"row {t} has {ids}"
         p = np.exp(logits[t] - logits[t].max())
         share = p[ids] / (p[ids] if case["normalise"] else p).sum()
-        assert_close(got["share"][t], share, share_terms(share, terms[t]), C, f"share of row {t}")
+        share = share if case.get("expert_scale") is None else share * case["expert_scale"][ids]
+        assert_close(got["share"][t], share, share_terms(np.abs(share), terms[t]), C, f"share of row {t}")
     assert_grouped(got, E)
 
 
@@ -81,6 +92,24 @@ def assert_routed(got, case, U, E):
 def test_matches_oracle(ops, rng, T, E, U, D, bias, normalise, weights):
     case, size = make(ops, rng, T, E, U, D, weights, bias, normalise)
     assert_routed(run(ops, "route", case, **size), case, U, E)
+
+
+@pytest.mark.parametrize("T, E, U, D", [(1, 6, 2, 64), (5, 20, 4, 120), (17, 128, 8, 64), (40, 33, 3, 72)])
+def test_u_may_have_a_norm_of_its_own_and_experts_a_scale(ops, rng, T, E, U, D):
+    """models.md 5: the router's input is another than the experts', and shares need not sum to 1."""
+    case, size = make(ops, rng, T, E, U, D, weights="bf16", bias=False, idle=[T - 1] if T > 1 else [])
+    make_ = Make(rng)
+    case |= {"u_norm": make_.v(D, around=1), "expert_scale": make_.v(E, around=1)}
+    assert_routed(run(ops, "route", case, **size), case, U, E)
+    right = truth("route", case, **size)
+    _, terms = logits_of(case, right["u"])
+    bounds = {"u": np.abs(right["u"]), "share": share_terms(np.abs(right["share"]), terms)}
+    for change in (
+        {"u_norm": None},
+        {"expert_scale": None},
+        {"expert_scale": np.roll(case["expert_scale"], 1)},
+    ):
+        assert slip(ops, "route", case, change, bounds, C, **size) > 10, change
 
 
 @pytest.mark.parametrize("idle", [[0], [4], [1, 2, 6], range(7)], ids=str)

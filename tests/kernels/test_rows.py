@@ -9,7 +9,7 @@ import pytest
 from minidflash.kernels.ops import storage
 from minidflash.kernels.table import GELU_TANH, ROWS, SILU
 
-from tests.cases import Make, run, stored
+from tests.cases import Make, Matrix, run, stored
 from tests.compare import assert_same_bits
 from tests.conftest import open_or_skip, parameters
 
@@ -27,6 +27,7 @@ def make(name, rng, activations, weights):
     cos, sin = make.tables(S, K // 2)
     kinds = {"A": storage(activations)}
     norm = {"norm": make.v(D, around=1), "eps": EPS}
+    bare = {"multiplier": 1.0, "cap": 0.0}
     turn = {"cos": cos, "sin": sin, "slot": slot, "pos": pos}
     if name == "embed":
         ids = rng.integers(0, V, T).astype(np.int32)
@@ -49,6 +50,12 @@ def make(name, rng, activations, weights):
         taps = {"tap_row": np.arange(T, dtype=np.int32), "tap_at": 3}
         rest = {"x": make.a(T, D), "taps": np.zeros((T, D + 7), kinds["A"])}
         return {"a": make.a(T, F), "w": make.w(D, F), "bias": make.v(D), **no_end, **taps, **rest}, {}
+    if name == "join":
+        D = 76  # whole pieces of 4 numbers
+        norms = {one: make.v(D, around=1) for one in ("a_norm", "b_norm", "norm")}
+        end = {"eps": EPS, "scale": np.float32([0.6]), "tap_row": np.arange(T, dtype=np.int32), "tap_at": 3}
+        rest = {"x": make.a(T, D), "taps": np.zeros((T, D + 7), kinds["A"])}
+        return {"a": make.a(T, D), "b": make.a(T, D), **norms, **end, **rest}, {}
     if name == "gate_up":
         return {"x": make.a(T, D), **norm, "act": SILU, "w": make.w(2 * F, D)}, {"F": F}
     if name == "head":
@@ -71,9 +78,9 @@ def make(name, rng, activations, weights):
             if name == "sample"
             else {"mass": np.zeros((T, V), np.float32)}
         )
-        return {"x": make.a(T, D), **where, **norm, "w": make.w(V, D), **out}, {}
+        return {"x": make.a(T, D), **where, **norm, **bare, "w": make.w(V, D), **out}, {}
     if name == "head_logits":
-        return {"x": make.a(T, D), **norm, "w": make.w(V, D)}, {}
+        return {"x": make.a(T, D), **norm, **bare, "w": make.w(V, D)}, {}
     if name == "fuse":
         return {"taps": make.a(T, 2 * D), "w": make.w(D, 2 * D), **norm}, {}
     if name == "inject":
@@ -94,19 +101,31 @@ ROW_KERNELS = [
     name for name, row in ROWS.items() if any(spec.type in "AW" for spec in row.args) and name not in OTHERS
 ]
 
-# Other forms of a row: what optional arguments and kinds make of it. "ROW FORM" -> arguments.
+
+def without_values(case):
+    """Half of wkv: values are the raw keys, and are normed."""
+    rows = case["wkv"].array
+    half = {"wkv": Matrix(np.ascontiguousarray(rows[: len(rows) // 2])), "kv_bias": None}
+    return half | {"v_norm": np.linspace(0.5, 1.5, 24, dtype=np.float32)}
+
+
+# Other forms of a row: what optional arguments and kinds make of it. "ROW FORM" -> arguments, or a function
+# of the case.
 FORMS = {
+    "qkv shared": without_values,
     "qkv bare": {"norm": None}, "gate_up bare": {"norm": None}, "gate_up gelu": {"act": GELU_TANH},
     "linear_add normed": {"norm": np.linspace(0.5, 1.5, 77, dtype=np.float32), "scale": np.float32([0.6])},
+    "sample capped": {"multiplier": 0.7, "cap": 1.5}, "head_logits capped": {"multiplier": 0.7, "cap": 1.5},
 }  # fmt: skip
-FAST_FORMS = [form for form in FORMS if form != "linear_add normed"]  # those that fast variants take
+PROMPT_FORMS = [form for form in FORMS if form.split()[1] in ("shared", "bare", "gelu")]  # in a prompt
 
 
 def make_form(form, rng, activations, weights):
     """(row, case, sizes) of a row's name or of a form of it."""
     name = form.split()[0]
     case, sizes = make(name, rng, activations, weights)
-    return name, case | FORMS.get(form, {}), sizes
+    more = FORMS.get(form, {})
+    return name, case | (more(case) if callable(more) else more), sizes
 
 
 def row_args(name):

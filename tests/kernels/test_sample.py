@@ -10,6 +10,8 @@ from tests.conftest import FULL, parameters
 from tests.fast_rows import fast_run
 
 EPS = 1e-6
+BARE = {"multiplier": 1.0, "cap": 0.0}
+CURVES = [(0.375, 9.0), (2.5, 0.0), (1.0, 4.0), (3.0, 0.5), (0.7, 1e30)]  # multiplier, cap
 FILTERS = [{}, {"top_k": 1}, {"top_k": 7}, {"top_p": 0.9}, {"top_p": 1e-4}, {"min_p": 0.2}, {"min_p": 1.0},
            {"top_k": 20, "top_p": 0.8}, {"top_k": 5000, "top_p": 0.999, "min_p": 0.01}]  # fmt: skip
 
@@ -34,7 +36,7 @@ def make(ops, rng, T, D, V, pick=None, **law):
     case = {
         "x": make.a(T, D), "pick": np.arange(T, dtype=np.int32) if pick is None else np.array(pick, np.int32),
         "slot": rng.integers(0, 2, T).astype(np.int32), "pos": rng.integers(0, 900, T).astype(np.int32),
-        "norm": make.v(D, around=1), "eps": EPS, "w": make.w(V, D), "limit": V,
+        "norm": make.v(D, around=1), "eps": EPS, "w": make.w(V, D), "limit": V, **BARE,
         "ids": np.full(T, JUNK["i32"], np.int32), "logprob": np.full((T, 2), 7, np.float32),
     }  # fmt: skip
     return ask(case, **law)
@@ -45,12 +47,17 @@ def of_logits(ops, logits, T=1, **law):
     case = {
         "x": np.ones((T, 1), np.float32), "pick": np.arange(T, dtype=np.int32), "slot": np.zeros(T, np.int32),
         "pos": np.arange(T, dtype=np.int32), "norm": np.ones(1, np.float32), "eps": 0.0,
-        "w": Matrix(np.array(logits, np.float32).reshape(-1, 1)), "limit": len(logits),
+        "w": Matrix(np.array(logits, np.float32).reshape(-1, 1)), "limit": len(logits), **BARE,
         "ids": np.full(T, JUNK["i32"], np.int32), "logprob": np.zeros((T, 2), np.float32),
     }  # fmt: skip
     if ops.activations == "bf16":
         case["x"] = np.full((T, 1), 0x3F80, np.uint16)
     return ask(case, **law)
+
+
+def bent(case, curve):
+    """The case with this multiplier and cap."""
+    return case | dict(zip(BARE, curve, strict=True))
 
 
 def agree(got, want, what):
@@ -70,6 +77,55 @@ def test_matches_oracle(ops, rng, T, D, V, law):
     for temperature in (0.3, 1.0, 1.7, 50.0):
         case = make(ops, rng, T, D, V, temperature=temperature, **law)
         agree(run(ops, "sample", case), truth("sample", case), (temperature, law))
+
+
+@pytest.mark.parametrize("curve", CURVES, ids=str)
+def test_laws_of_capped_logits_match_oracle(ops, rng, curve):
+    for law, temperature in zip(FILTERS, (1.0, 0.3, 1.7, 0.5, 1.0, 0.3, 1.0, 1.7, 0.7), strict=True):
+        if law.get("min_p") == 1:  # many are as likely as the likeliest, but for rounding
+            continue
+        case = bent(make(ops, rng, 5, 40, 300, temperature=temperature, **law), curve)
+        agree(run(ops, "sample", case), truth("sample", case), law)
+
+
+@on_exact_logits
+@pytest.mark.parametrize("curve", CURVES, ids=str)
+def test_log_probabilities_are_of_the_capped_logits(ops, curve):
+    logits = np.random.default_rng(4).standard_normal(40)
+    got = run(ops, "sample", bent(of_logits(ops, logits, 64, temperature=0.6, top_k=12), curve))
+    z = logits.astype(np.float32).astype(np.float64) * curve[0]
+    z = curve[1] * np.tanh(z / curve[1]) if curve[1] else z
+    for column, want in enumerate((filtered(z, 0.6, top_k=12), filtered(z))):
+        np.testing.assert_allclose(got["logprob"][:, column], np.log(want[got["ids"]]), rtol=1e-4, atol=1e-4)
+    assert len(set(got["ids"].tolist())) > 3
+
+
+def test_ids_whose_capped_logits_are_equal_are_ranked_by_the_bare_ones(ops):
+    """tanh of all of these is 1 in f32; greedy text takes the largest, as head does."""
+    logits = [300.0, 310.0, 305.0, 310.0, 200.0, 309.0]
+    for law, allowed in (({"temperature": 0.0}, {1}), ({"top_k": 1}, {1}), ({"top_k": 3}, {1, 3, 5}),
+                         ({"top_k": 5}, {0, 1, 2, 3, 5}), ({"top_p": 0.4}, {1, 3, 5})):  # fmt: skip
+        got = run(ops, "sample", bent(of_logits(ops, logits, 100, **law), (1.0, 2.0)))
+        assert set(got["ids"].tolist()) == allowed, law
+    even = run(ops, "sample", bent(of_logits(ops, logits, 100), (1.0, 2.0)))
+    np.testing.assert_allclose(even["logprob"], -np.log(6), rtol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 1.0, 3e38])
+@pytest.mark.parametrize("curve", [(1e30, 1e-30), (1e-30, 1e30), (3e38, 0.0), (1e-38, 3e38)], ids=str)
+def test_extreme_curves_give_no_nan(ops, curve, temperature):
+    for values in ([1e38, -1e38, 0, 1e-40, -1e-40, 2.5, 2.5], [0.0] * 9, [-5.0, -5.0, -3e38]):
+        for law in ({"top_p": 0.9}, {"top_k": 2}):
+            got = run(ops, "sample", bent(of_logits(ops, values, 8, temperature=temperature, **law), curve))
+            assert np.isfinite(got["logprob"][:, 0]).all() and not np.isnan(got["logprob"]).any()
+            assert 0 <= got["ids"].min() <= got["ids"].max() < len(values)
+
+
+@pytest.mark.parametrize("name, value", [("multiplier", 0.0), ("multiplier", -1.0), ("multiplier", np.nan),
+                                         ("cap", -1.0), ("cap", np.inf)])  # fmt: skip
+def test_a_curve_that_does_not_rise_is_refused(ops, name, value):
+    with pytest.raises(ValueError, match=f"sample: {name} is {value}, needed one of the finite numbers"):
+        run(ops, "sample", of_logits(ops, [1.0, 2.0]) | {name: value})
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-9, 1e-6, 9e-6])
@@ -195,11 +251,15 @@ def test_a_draw_belongs_to_seed_sample_and_position(ops):
 @pytest.mark.parametrize("T", [1, 5, 33])
 def test_the_fast_variant_draws_from_its_own_logits(ops, rng, T):
     case = make(ops, rng, T, 64, 700, temperature=0.9, top_k=300, top_p=0.95)
-    got = fast_run(ops, "sample", case)
-    logits = fast_run(ops, "head_logits", {name: case[name] for name in ("x", "norm", "eps", "w")})["logits"]
+    curve = (0.5, 2.0) if T == 5 else tuple(BARE.values())
+    got = fast_run(ops, "sample", bent(case, curve))
+    logits = fast_run(ops, "head_logits", {name: case[name] for name in ("x", "norm", "eps", "w", *BARE)})[
+        "logits"
+    ]
     for t in range(T):
         exact = of_logits(
             ops, logits[t], 1, temperature=0.9, top_k=300, top_p=0.95, number=int(case["slot"][t])
         )
         exact["pos"][:] = case["pos"][t]
-        agree({k: v[t : t + 1] for k, v in got.items() if k != "work"}, truth("sample", exact), t)
+        want = truth("sample", bent(exact, curve))
+        agree({k: v[t : t + 1] for k, v in got.items() if k != "work"}, want, t)
