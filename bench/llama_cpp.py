@@ -65,7 +65,7 @@ def ours(target, weights, verify, tokens, clock):
     engine = md.load(target, drafter="default", backend="numba", weights=weights, ctx=512)
     widths = verify if verify == "auto" else int(verify)
     found = []
-    for turn in range(2):  # the first one warms up
+    for _ in range(2):  # the first one warms up
         found = []
         for ids, count in prompts():
             rounds = md.stream(engine, ids, max_tokens=min(tokens, count), verify=widths)
@@ -94,7 +94,7 @@ def theirs(path, threads, tokens, clock):
         assert llama.llama_decode(context, llama.llama_batch_get_one(array, len(ids))) == 0
         return int(np.ctypeslib.as_array(llama.llama_get_logits_ith(context, -1), (vocab,)).argmax())
 
-    for turn in range(2):
+    for _ in range(2):
         found = []
         for ids, count in prompts():
             llama.llama_memory_clear(llama.llama_get_memory(context), True)
@@ -134,7 +134,6 @@ def main():
         print(json.dumps(run))
         return
     import record
-
     from minidflash.weights.default import GGUF_FILE, default_target
 
     q4_1 = default_target() / GGUF_FILE
