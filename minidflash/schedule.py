@@ -1,10 +1,10 @@
 """How many rows to verify: `auto` maximises tokens a second from measured costs and running acceptance."""
 
 # Drafting may lose this many plain rounds to learn whether it pays, and this share of the time so far; what
-# it earned in the text before counts too, up to EARNED plain rounds. So a text of any length is at most about
-# 4 % slower than plain decoding, a first short one included: with a CREDIT of 3,
-# replies of 17 tokens were 14 % slower.
-CREDIT, PROBE, EARNED = 0.3, 0.03, 4.0
+# it earned in the text before counts too, up to EARNED plain rounds. So a text of 50 tokens is at most 5 %
+# slower than plain decoding, one of 17 9 %. One round is what a first draft may lose: with a CREDIT of 0.3,
+# texts whose drafts are good began to draft after a dozen tokens, and a fixed 4 was faster (bench/NOTES.md).
+CREDIT, PROBE, EARNED = 1.0, 0.03, 4.0
 DECAY = 0.9  # weight of a round's acceptance, from one round to the next
 KEPT = 0.25  # weight of the last text's acceptance in the next
 PRIOR, WEIGHT = (

@@ -52,8 +52,8 @@ def test_every_tensor_is_needed_as_it_is(name):
         refused(lambda wrong=wrong: bind(wrong), one if name not in DRAFTERS or one != "fc.weight" else "fc")
         renamed = others | {one + "_": tensor}
         refused(lambda renamed=renamed: bind(renamed), one)
-        more = {one + ".more": replace(tensor, name=one + ".more")}
-        refused(lambda more=more: bind(tensors | more), one + ".more")
+        another = replace(tensor, name=one + ".more")
+        refused(lambda another=another: bind(tensors | {another.name: another}), another.name)
 
 
 KINDS = {"full_attention": "sliding_attention", "sliding_attention": "full_attention"}
