@@ -84,7 +84,7 @@ def test_close_to_float64(ops, rng, heads, rows):
 @pytest.mark.parametrize("heads, window, tuning", [
     ((4, 2, 256), 0, {}), ((2, 1, 256), 100, {"splits": 2}), ((2, 1, 256), 0, {"splits": 0}),
     ((8, 1, 512), 0, {"splits": 3}), ((2, 1, 512), 60, {}), ((8, 1, 512), 0, {"splits": 0}),
-])  # fmt: skip
+], ids=str)  # fmt: skip
 def test_large_heads(ops, rng, heads, window, tuning, wgmma):
     """Leaves of 48 keys, and two teams of warps for 512: close, and a row alone has the bits of many."""
     case, tuning = make(rng, range(140, 156), heads, window=window), tuning | {"wgmma": wgmma}
