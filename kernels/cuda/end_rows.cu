@@ -6,14 +6,12 @@
  * Truth:  oracle.py linear_add. */
 #include "whole_rows.cuh"
 
-/* y: (T, D). bias, norm, scale, tap_row, taps: may be null. D: a multiple of 4. */
+/* y: (T, D). bias, norm, scale, tap_row, taps: may be null. D: a multiple of 4, up to 8,192. */
 extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1)
     end_rows(const float* y, const float* bias, const float* norm, float eps, const float* scale,
              const int* tap_row, bf16* x, bf16* taps, int D, int tap_at, int tap_cols) {
-    const Scales of_norm(norm, D);
     griddep_launch();
     griddep_wait();
-    const NewRow row(x, scale, tap_row, taps, tap_at, tap_cols, blockIdx.x, D);
     const float* from = y + (size_t)blockIdx.x * D;
     Piece v[MOST_PIECES];
     float squares = 0.f;
@@ -24,9 +22,10 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1)
         squares += squares_of(v[k]);
     });
     const float r = norm ? rsqrtf(block_sum(squares) / D + eps) : 1.f;
+    const NewRow row(x, scale, tap_row, taps, tap_at, tap_cols, blockIdx.x, D);
     each_piece(D, [&](int k, int n) {
 #pragma unroll
-        for (int i = 0; i < PER; ++i) v[k][i] = of_norm.of[k][i] * (v[k][i] * r);
-        row.add(k, n, v[k]);
+        for (int i = 0; i < PER; ++i) v[k][i] = (norm ? norm[n + i] : 1.f) * (v[k][i] * r);
+        row.add(n, v[k]);
     });
 }

@@ -6,16 +6,14 @@
  * Truth:  oracle.py join. */
 #include "whole_rows.cuh"
 
-/* a, b: (T, D). scale, tap_row, taps: may be null. D: a multiple of 4. */
+/* a, b: (T, D). scale, tap_row, taps: may be null. D: a multiple of 4, up to 8,192. */
 extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1)
     join_fast(const bf16* a, const bf16* b, const float* a_norm, const float* b_norm, const float* norm,
               float eps, const float* scale, const int* tap_row, bf16* x, bf16* taps, int D, int tap_at,
               int tap_cols) {
-    const Scales for_a(a_norm, D), for_b(b_norm, D), for_both(norm, D);
     griddep_launch();
     griddep_wait();
     const size_t at = (size_t)blockIdx.x * D;
-    const NewRow row(x, scale, tap_row, taps, tap_at, tap_cols, blockIdx.x, D);
     Piece v[MOST_PIECES], w[MOST_PIECES];
     float of_a = 0.f, of_b = 0.f, squares = 0.f;
     each_piece(D, [&](int k, int n) {
@@ -27,13 +25,14 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1)
     each_piece(D, [&](int k, int n) {
 #pragma unroll
         for (int i = 0; i < PER; ++i)
-            v[k][i] = for_a.of[k][i] * (v[k][i] * r_a) + for_b.of[k][i] * (w[k][i] * r_b);
+            v[k][i] = a_norm[n + i] * (v[k][i] * r_a) + b_norm[n + i] * (w[k][i] * r_b);
         squares += squares_of(v[k]);
     });
     const float r = rsqrtf(block_sum(squares) / D + eps);
+    const NewRow row(x, scale, tap_row, taps, tap_at, tap_cols, blockIdx.x, D);
     each_piece(D, [&](int k, int n) {
 #pragma unroll
-        for (int i = 0; i < PER; ++i) v[k][i] = for_both.of[k][i] * (v[k][i] * r);
-        row.add(k, n, v[k]);
+        for (int i = 0; i < PER; ++i) v[k][i] = norm[n + i] * (v[k][i] * r);
+        row.add(n, v[k]);
     });
 }

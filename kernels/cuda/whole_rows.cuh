@@ -3,11 +3,7 @@
 #include "neighbours.cuh"
 #include "sm90.cuh"
 
-#ifndef MOST_PIECES
-#define MOST_PIECES 8  // of a thread: rows of up to 1,024 times as many numbers
-#endif
-
-constexpr int ROW_THREADS = 256, PER = 4;
+constexpr int ROW_THREADS = 256, PER = 4, MOST_PIECES = 8;  // of a thread: rows of up to 8,192 numbers
 
 using Piece = float[PER];
 
@@ -33,39 +29,24 @@ __device__ __forceinline__ float squares_of(const Piece& v) {
     return fmaf(v[0], v[0], v[1] * v[1]) + fmaf(v[2], v[2], v[3] * v[3]);
 }
 
-/* A norm's weights for this thread's pieces, ones where there is none. Nobody writes them: they are asked for
- * before the wait for the kernel ahead. */
-struct Scales {
-    Piece of[MOST_PIECES];
-
-    __device__ __forceinline__ Scales(const float* norm, int width) {
-        each_piece(width, [&](int k, int n) {
-#pragma unroll
-            for (int i = 0; i < PER; ++i) of[k][i] = 1.f;
-            if (norm) load_piece(of[k], norm + n);
-        });
-    }
-};
-
-/* x = scale (x + v), and the same among the taps. What it needs is asked for with the row's sums. scale,
- * taps: may be null. */
+/* x = scale (x + v), and the same among the taps. scale, taps: may be null. */
 struct NewRow {
     bf16 *x, *tap;
     float scale;
-    Piece old[MOST_PIECES];
 
     __device__ __forceinline__ NewRow(bf16* x_, const float* scale_, const int* tap_row, bf16* taps,
                                       int tap_at, int tap_cols, int row, int width) {
         const int to = taps ? tap_row[row] : -1;
         x = x_ + (size_t)row * width, scale = scale_ ? scale_[0] : 1.f;
         tap = to >= 0 ? taps + (size_t)to * tap_cols + tap_at : nullptr;
-        each_piece(width, [&](int k, int n) { load_piece(old[k], x + n); });
     }
 
-    __device__ __forceinline__ void add(int k, int n, const Piece& v) const {
+    __device__ __forceinline__ void add(int n, const Piece& v) const {
+        Piece old;
+        load_piece(old, x + n);
         Neighbours<bf16, PER> next;
 #pragma unroll
-        for (int i = 0; i < PER; ++i) next.v[i] = to_bf16(scale * (old[k][i] + v[i]));
+        for (int i = 0; i < PER; ++i) next.v[i] = to_bf16(scale * (old[i] + v[i]));
         next.template store<true>(x + n, PER);
         if (!tap) return;
 #pragma unroll

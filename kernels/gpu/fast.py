@@ -210,14 +210,8 @@ def join(backend, a, b, a_norm, b_norm, norm, eps, scale, tap_row, tap_at, x, ta
         return None
     tap_cols, tap_row = (0, None) if taps is None else (taps.shape[1], tap_row)
     args = [a, b, a_norm, b_norm, norm, eps, scale, tap_row, x, taps, width, tap_at, tap_cols]
-    defines = pieces_define(width)
-    backend.launch("join_fast.cu", "join_fast", rows, 256, 0, args, defines, dependent=backend.dependent)
+    backend.launch("join_fast.cu", "join_fast", rows, 256, 0, args, dependent=backend.dependent)
     return True
-
-
-def pieces_define(width):
-    """-D of whole_rows.cuh: pieces of 4 numbers that a thread has of a row."""
-    return {"MOST_PIECES": -(-width // 1024)}
 
 
 def fits_a_block(width):

@@ -14,7 +14,7 @@ from ..table import ROWS
 from ..weight import TILE
 from . import COUNTERS, HAS_WGMMA
 from .attend_fast import attend_prompt
-from .fast import fits_a_block, pieces_define
+from .fast import fits_a_block
 
 STAGE_K = 64
 HEADS = {64: 8, 128: 8, 256: 4, 512: 2}  # head size -> heads of a row by one warp of qkv_prefill.cu
@@ -182,8 +182,7 @@ def linear_add(backend, a, w, bias, norm, eps, scale, tap_row, tap_at, x, taps, 
         product(backend, len(a), w, laid, None, y, tile=tile)
         tap_row = None if taps is None else tap_row
         args = [y, bias, norm, eps, scale, tap_row, x, taps, w.rows, tap_at, columns]
-        defines = pieces_define(w.rows)
-        backend.launch("end_rows.cu", "end_rows", len(a), 256, 0, args, defines, dependent=backend.dependent)
+        backend.launch("end_rows.cu", "end_rows", len(a), 256, 0, args, dependent=backend.dependent)
         return True
     args = [w.data, laid, bias, tap_row, x, taps, len(a), w.rows, w.cols, tap_at, columns]
     launch(backend, "linear_add_prefill.cu", "linear_add_prefill", len(a), w.rows, args, tile=tile)
