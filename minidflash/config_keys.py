@@ -197,7 +197,7 @@ class Reader:
             self.refuse(f"{name}.rope_theta", theta, f"the same as rope_theta = {top!r}")
         if new and old and {**old, "rope_theta": None} != {**new, "rope_theta": None}:
             self.refuse("rope_scaling", old, f"the same as rope_parameters = {new!r}")
-        self.sources["rope"] = "rope_theta" if theta is None else f"{name}.rope_theta"
+        self.sources["rope"] = self.said("rope_theta" if theta is None else f"{name}.rope_theta")
         theta = self.checked(self.sources["rope"], top if theta is None else theta, float, 1)
         return self._rope(name, theta, given)
 

@@ -38,8 +38,8 @@ def expected_experts(layer, rows):
 
 
 def parameters(bound):
-    """How many numbers the weights of a checkpoint are; scales of blocks are none of them."""
-    return sum(prod(one.shape) for one in bound.values())
+    """How many numbers the weights of a checkpoint are; scales of blocks and ids are none of them."""
+    return sum(prod(one.shape) for one in bound.values() if one.role not in (IDS, MARKS))
 
 
 def weight_parts(pair):

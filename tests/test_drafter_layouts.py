@@ -16,13 +16,16 @@ from minidflash.errors import UserError
 from tests.chance import filtered, surprise
 from tests.golden_files import golden
 from tests.layouts import as_gguf, copy, sharded, widened, with_tables
-from tests.models import ROUNDS_TOKENS, clipped, forward, logits_of, numbers, state_of, target_of
+from tests.models import ROUNDS_TOKENS, clipped, engine_of, forward, logits_of, numbers, state_of, target_of
 
 TRAINED, REDUCED, SCALED = "dflash-qwen3-trained", "dflash-speculators-tiny", "dflash-llama-scaled-tiny"
 THEIRS = "config.speculators.json"
 
 
 def load(name, drafter, **options):
+    """An engine on a golden target and the drafter in a folder or file; golden pairs are kept."""
+    if drafter == golden(name) and not options:
+        return engine_of(target_of(name), name, "numba", "f32")
     return md.load(
         str(golden(target_of(name))), drafter=str(drafter), **{"backend": "numba", "warm": False, **options}
     )
@@ -101,19 +104,20 @@ def test_both_spellings_say_the_same(tmp_path):
 
 @pytest.mark.parametrize("name", [REDUCED, SCALED])
 def test_drafted_text_is_plain_text(name):
-    """Greedy and drawn, for all blocks."""
+    """Greedy for all blocks, and drawn by one law or the other."""
     engine = load(name, golden(name))
     prompt = numbers(target_of(name))["p1.input_ids"].tolist()
-    for law in ({}, {"temperature": 0.9, "seed": 3}, {"temperature": 0.9, "top_p": 0.8, "seed": 4}):
-        plain = md.generate(engine, prompt, max_tokens=24, drafter=False, **law).tokens
-        for block in range(1, 17):
-            found = md.generate(engine, prompt, max_tokens=24, block=block, verify=block, **law)
-            assert found.tokens == plain, (law, block)
+    laws = {}, {"temperature": 0.9, "seed": 3}, {"temperature": 0.9, "top_p": 0.8, "seed": 4}
+    plain = [md.generate(engine, prompt, max_tokens=20, drafter=False, **law).tokens for law in laws]
+    for block in range(1, 17):
+        for i in (0, 1 + block % 2):
+            found = md.generate(engine, prompt, max_tokens=20, block=block, verify=block, **laws[i])
+            assert found.tokens == plain[i], (laws[i], block)
 
 
 @pytest.mark.parametrize("name", [REDUCED, SCALED])
 def test_drawn_drafts_leave_the_target_s_law(name):
-    """The first two tokens of 600 answers, the second of a round of rejection sampling; a reduced head drafts
+    """The first two tokens of 400 answers, the second of a round of rejection sampling; a reduced head drafts
     few of the likeliest ids, yet all come out."""
     engine, law = load(name, golden(name)), {"temperature": 1.5, "top_k": 5}
     prompt = numbers(target_of(name))["p1.input_ids"].tolist()
@@ -127,7 +131,7 @@ def test_drawn_drafts_leave_the_target_s_law(name):
     for token in np.flatnonzero(first):
         want[token] = first[token] * chances([*prompt, int(token)])
     result = md.generate(
-        engine, prompt, max_tokens=4, samples=600, accept="reject", block=3, verify=3, seed=8, **law
+        engine, prompt, max_tokens=4, samples=400, accept="reject", block=3, verify=3, seed=8, **law
     )
     counts = np.zeros((vocab, vocab))
     for one in result.samples:
@@ -140,11 +144,11 @@ def test_drawn_drafts_leave_the_target_s_law(name):
 
 
 def test_a_token_outside_is_never_proposed():
-    engine = load(REDUCED, golden(REDUCED))
+    engine = load(REDUCED, golden(REDUCED), backend="oracle")
     names = set(engine.ops.download(engine.drafter.names).tolist())
     prompt = numbers(target_of(REDUCED))["p0.input_ids"].tolist()
     for law in ({}, {"temperature": 2.0, "accept": "reject", "seed": 1}):
-        rounds = list(md.stream(engine, prompt, max_tokens=60, block=16, verify=16, **law))
+        rounds = list(md.stream(engine, prompt, max_tokens=20, block=8, verify=8, **law))
         drafted = {token for r in rounds for token in r.drafted or ()}
         assert drafted <= names and len(drafted) > 5
         mass = engine.state.mass
@@ -286,7 +290,8 @@ def test_every_tensor_is_needed_as_it_is(files, name):
         words = {"fc.weight": "fc", "d2t": "[15"}.get(one, one)
         refused(lambda others=others, wrong=reshaped, one=one: bind(others | {one: wrong}), words)
         refused(lambda others=others, one=one, tensor=tensor: bind(others | {one + "_": tensor}), one)
-        refused(lambda one=one, tensor=tensor: bind(tensors | {one + ".more": tensor}), one + ".more")
+        another = replace(tensor, name=one + ".more")
+        refused(lambda another=another: bind(tensors | {another.name: another}), another.name)
 
 
 def leaves(config, path=()):

@@ -1,6 +1,6 @@
 /* route_few: route_fast for up to 16 rows (TOKEN_ROWS), with the same bits.
- * Grid:   one cluster, a block a row tile of W, which lies in its shared memory before the wait. It has so few
- *         registers that it runs beside the kernel ahead.
+ * Grid:   one cluster, a block a row tile of W, which lies in its shared memory before the wait. It has so
+ *         few registers that it runs beside the kernel ahead.
  * Moves:  E*D*2 bytes; bound by latency.
  * Bits:   a logit's sum runs over a warp's chunks, then warps, each ascending.
  * Truth:  oracle_moe.py route. */

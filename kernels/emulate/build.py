@@ -108,10 +108,11 @@ def _build(*what):
         return _build_locked(*what)
 
 
-def _build_locked(name, arguments, inputs, files=None):
+def _build_locked(name, arguments, inputs, files=None, parsed=()):
     """Compile into the cache unless it is there; returns the library's path.
 
     inputs: strings that determine the result besides the arguments. files: {name: text} put where g++ runs.
+    parsed: flags with which headers are parsed once for all builds; none: for each.
     """
     files = files or {}
     global _temporary
@@ -126,7 +127,8 @@ def _build_locked(name, arguments, inputs, files=None):
         out = Path(work) / "out.so"
         for file, text in files.items():
             (Path(work) / file).write_text(text, encoding="utf-8")
-        command = [path, *arguments, "-shared", "-o", str(out)]
+        first = [f"-I{_parsed(*parsed).name}"] if parsed else []
+        command = [path, *first, *arguments, "-shared", "-o", str(out)]
         result = subprocess.run(command, check=False, capture_output=True, text=True, cwd=work)
         if result.returncode:
             raise RuntimeError(f"g++ could not build {name} for the emulator:\n{result.stderr[-4000:]}")
@@ -155,6 +157,17 @@ def runtime():
     loaded = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     loaded.emulate_launch.restype = ctypes.c_int
     return loaded
+
+
+@cache
+def _parsed(*flags):
+    """A folder with the shim's headers as g++ keeps them parsed, a third of a build's time; as long as the
+    process lives. g++ takes them where the flags are the same, and else the headers."""
+    place = tempfile.TemporaryDirectory(prefix="minidflash-")
+    out = Path(place.name) / "cuda_language.h.gch"
+    command = [compiler()[0], *flags, "-x", "c++-header", str(FOLDER / "cuda_language.h"), "-o", str(out)]
+    subprocess.run(command, check=False, capture_output=True)
+    return place
 
 
 def kernels(path, defines):
@@ -190,6 +203,7 @@ def kernels(path, defines):
         *(_SANITIZE if is_sanitized() else _TRAPS),
         "-DMINIDFLASH_EMULATE",
     ]
+    parsed = () if is_sanitized() or finds_races() else tuple(flags)
     flags += [f"-D{key}={value}" for key, value in sorted(source.macros(path, defines).items())]
     flags += [f"-I{FOLDER}", f"-I{source.CUDA_FOLDER}", f"-fmacro-prefix-map={path.parent}/="]
     flags += [
@@ -205,9 +219,8 @@ def kernels(path, defines):
     flags.append("-Wl,-Bsymbolic-functions")  # a kernel named like a libc function (accept) stays ours
     headers = [path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.h"))]
     headers += _texts("entry.cpp")
-    library = _build(
-        path.stem, flags, [*headers, *texts.values()], {"kernels.cpp": text, "places.s": assembler}
-    )
+    files = {"kernels.cpp": text, "places.s": assembler}
+    library = _build(path.stem, flags, [*headers, *texts.values()], files, parsed)
     return ctypes.CDLL(str(library)), library
 
 

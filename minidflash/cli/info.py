@@ -196,7 +196,7 @@ def _facts_lines(role, one):
         yield f"  {name}, {amount(size)}"
     if not one["files"]:
         yield "  no weights here: their sizes are what config.json says, in the type they are published in"
-    yield f"  {'parameters':<16}{one['parameters']}"
+    yield f"  {'parameters':<18}{one['parameters']}"
     for name, fact in one["facts"].items():
         value = fact["value"]
         if name == "ropes":
@@ -207,7 +207,7 @@ def _facts_lines(role, one):
             value = _repeated([window or "all keys" for window in value])
         elif isinstance(value, list):
             value = _repeated(value)
-        yield f"  {name:<16}{value!s:<32}{'from ' + fact['from'] if fact['from'] else ''}".rstrip()
+        yield f"  {name:<18}{value!s:<32}{'from ' + fact['from'] if fact['from'] else ''}".rstrip()
 
 
 def _experts(experts):

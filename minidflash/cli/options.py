@@ -68,7 +68,7 @@ def add_pair(parser):
                        help="folder, Hugging Face id, or default: SmolLM2 135M, "
                             "fetched once (93 MB)")  # fmt: skip
     group.add_argument("--drafter", metavar="D",
-                       help="folder, Hugging Face id, default (the embedded one), or "
+                       help="folder, GGUF file, Hugging Face id, default (the embedded one), or "
                        "none: plain decoding. Default: the embedded one for the default target, "
                        "else none")  # fmt: skip
     group.add_argument("--revision", metavar="R", help="branch, tag or commit of a target on Hugging Face")

@@ -11,7 +11,7 @@ from tests.disassembly import assert_instructions, disassemble_all
 from tests.fast_rows import fast_run, on_gpu_backends
 from tests.kernels import test_experts_down, test_route
 from tests.kernels.test_compile import needs_nvrtc
-from tests.kernels.test_fast_experts import BOTH, TRUE, TYPES
+from tests.kernels.test_fast_experts import BOTH, CARDS, TRUE, TYPES
 
 USED = {  # of TRUE
     "coder": 8, "gpt-oss-120b": 4, "gpt-oss-20b": 4, "gpt-oss-bf16": 4, "gemma-4-26b": 8,
@@ -126,8 +126,7 @@ def few_of(model, row):
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("arch", compiler.ARCHES.values())
-@pytest.mark.parametrize("model", TRUE)
+@pytest.mark.parametrize("model, arch", CARDS)
 def test_two_neighbours_fit_a_multiprocessor_and_two_of_a_kind_do_not(model, arch, tmp_path):
     """experts_down_few's blocks come while experts_up_few's are there, one each: a second one of
     experts_up_few would do its work twice as late."""
