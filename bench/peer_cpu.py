@@ -1,11 +1,11 @@
 """Beside llama.cpp on the same weights: the embedded pair on two cores, the six golden prompts.
 
-    python bench/llama_cpp.py [--repeat 3] [--threads 2] [--tokens 96] [--clock wall|processor]
+    python bench/peer_cpu.py [--repeat 3] [--threads 2] [--tokens 96] [--clock wall|processor]
 
 Needs the package llama-cpp-python, built here from its sources (CMAKE_ARGS=-DGGML_NATIVE=ON), and gguf, which
 makes the Q8_0 file. One process after the other takes a turn, every turn anew, so that both meet the same
 machine; they never share a process, whose OpenMP threads would wait for each other. clock: on a busy machine
-only processor time with one thread says something. Writes bench/results/llama-cpp-cpu.json.
+only processor time with one thread says something. Writes bench/results/peer-cpu.json.
 """
 
 import argparse
@@ -157,7 +157,7 @@ def main():
         "over": {way: {peer: round(sum(seconds[peer]) / sum(own), 3) for peer in seconds
                        if peer.startswith("llama.cpp")} for way, own in seconds.items()},
     }  # fmt: skip
-    print(record.write("llama-cpp-cpu", found, tokens=args.tokens, repeat=args.repeat))
+    print(record.write("peer-cpu", found, tokens=args.tokens, repeat=args.repeat))
 
 
 if __name__ == "__main__":
