@@ -86,7 +86,7 @@ def test_distinct_experts_of_a_round_are_counted(ops):
         route(*args)
         if getattr(backend, "is_preparing", False):  # a graph is being prepared: nothing ran
             return
-        seen.append(len(set(backend.download(args[10]).reshape(-1).tolist()) - {-1}))
+        seen.append(len(set(backend.download(args[12]).reshape(-1).tolist()) - {-1}))
 
     backend.route = watched
     plain = list(md.stream(engine, [3, 5, 7], max_tokens=4, drafter=False))

@@ -226,7 +226,7 @@ STRINGS = text(b"a") + u32(9, 8)  # an array of texts
     (u64(0, 1) + text(b"general.alignment") + u32(4, 0), "power of two"),
     (u64(0, 1) + text(b"general.alignment") + u32(4, 24), "power of two"),
     (u64(0, 1) + text(b"general.alignment") + u32(7) + b"\1", "power of two"),
-    (u64(1, 0) + info(b"\x1b[2Jowned\x07", kind=77) + bytes(99), r"x1b\[2Jowned\\x07 has ggml type 77"),
+    (u64(1, 0) + info(b"\x1b[2Jowned\x07", kind=77) + bytes(99), r"x1b\[2Jowned\\x07 is of ggml type 77"),
 ])  # fmt: skip
 def test_counts_of_gguf_files_are_checked_before_they_are_used(body, words, tmp_path):
     (tmp_path / "x.gguf").write_bytes(b"GGUF" + u32(3) + body)

@@ -14,6 +14,8 @@ from .ladder import gpu_functions
 from .terminal import write, write_lines
 
 # Dims of no model that every fast kernel takes.
+# Optional arguments with which a row has a kernel of its own on a GPU: it is run without them too.
+OWN_KERNEL = {"linear_add": ("norm", "scale")}
 SIZES = {"T": 5, "N": 1, "D": 48, "H": 4, "G": 2, "K": 64, "F": 40, "V": 37, "C": 96, "S": 24, "P": 32,
          "J": 8, "B": 5, "L": 2, "R": 5, "M": 5, "X": 1, "Y": 5, "E": 6, "U": 2}  # fmt: skip
 MOST_LOGITS = 4096  # of a model's vocabulary
@@ -110,23 +112,29 @@ def kernel_checks(ops, widths=None):
         ran, problem = {}, None
         for one in (ops, ops.for_prefill) if "prefill" in wanted else (ops,):
             for sizes in (SIZES, widths) if widths else (SIZES,):
-                for is_bare in (False, True) if any(arg.optional for arg in row.args) else (False,):
-                    problem = problem or row_problem(truth, one, row, sizes, is_bare, ran)
+                for without in _forms(row):
+                    problem = problem or row_problem(truth, one, row, sizes, without, ran)
         never = [variant for variant in wanted if variant not in ran and ops.activations == "bf16"]
         if never and not problem:
             problem = f"no shape ran {' or '.join(never)}"
         yield f"{name} == oracle ({', '.join(ran)})", problem
 
 
-def row_problem(truth, ops, row, sizes, is_bare, ran):
+def _forms(row):
+    """Names of optional arguments that are left out: none, those of OWN_KERNEL, all."""
+    optional = tuple(arg.name for arg in row.args if arg.optional)
+    return list(dict.fromkeys([(), OWN_KERNEL.get(row.name, ()), optional]))
+
+
+def row_problem(truth, ops, row, sizes, without, ran):
     """What is wrong with a row at these sizes, or None. The variant that runs becomes a key of `ran`."""
     variants, results = getattr(ops.backend, "variants", {}), []
     variants.pop(row.name, None)
     changed = [arg.name for arg in row.args if arg.inplace or arg in row.outputs]
-    where = f"D {sizes['D']}" + (", what may be None is None" if is_bare else "")
+    where = f"D {sizes['D']}" + (f", without {', '.join(without)}" if without else "")
     try:
         for one in (truth, ops):
-            given = arguments(one, row, sizes, is_bare)
+            given = arguments(one, row, sizes, without)
             getattr(one, row.name)(*given.values())
             results.append(
                 {n: one.download(given[n]) for n in changed if n != "work" and given[n] is not None}
@@ -159,10 +167,10 @@ def _real(array):
     return array.astype(np.float64)
 
 
-def arguments(ops, row, sizes=SIZES, is_bare=False):
+def arguments(ops, row, sizes=SIZES, without=()):
     """Argument name -> value for a row: the same numbers on every backend, addresses that are in range.
 
-    is_bare: what may be None is None. Norms are powers of two: where a kernel rounds a row times its norm to
+    without: arguments that are None. Norms are powers of two: where a kernel rounds a row times its norm to
     bf16, it loses nothing, so ids that depend on close logits are the oracle's.
     """
     from minidflash.kernels.ops import expected
@@ -175,7 +183,7 @@ def arguments(ops, row, sizes=SIZES, is_bare=False):
     special = _special(sizes) | {"experts_up": {"limit": 2.0}, "gate_up": {"act": 0}}.get(row.name, {})
     given = {}
     for arg in row.args:
-        if arg.optional and is_bare:
+        if arg.name in without:
             given[arg.name] = None
             continue
         if arg.type != "W" and arg.dims is None:

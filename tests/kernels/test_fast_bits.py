@@ -212,9 +212,9 @@ OTHERS = [
 @pytest.mark.parametrize("arch", compiler.ARCHES.values())
 @pytest.mark.parametrize(
     "name, others",
-    [*((name, {}) for name in PRODUCTS if name not in ("sample", "propose")), *OTHERS],
+    [*((name, {}) for name in PRODUCTS if name not in ("sample", "propose", "join")), *OTHERS],
     ids=str,
-)  # sample and propose use head_logits_fast
+)  # sample and propose use head_logits_fast, join is no product
 def test_kernels_keep_to_registers_and_stream(name, others, arch, tmp_path):
     file, cubins = "head_fast.cu" if name == "head_logits" else f"{name}_fast.cu", []
     for cut, token_tiles in itertools.product(COMPILED, split.TOKEN_TILES):

@@ -285,7 +285,7 @@ def test_sees_wrong_kernels(rng):
         assert slip(ops, "qkv", case, change, test_qkv.terms_of(case), C_NORMED) > 10, what
     case = test_head_logits.make(ops, rng, 5, 123, 77, "bf16")
 
-    def dropped(x, norm, eps, w, work):
+    def dropped(x, norm, eps, w, *rest):
         return x @ w.data.T
 
     for change in (dropped, {"norm": np.ones(123, np.float32)}):
