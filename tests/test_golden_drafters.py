@@ -139,7 +139,7 @@ def test_inside_of_two_drafter_calls(ops, pair):
     "ops, case",
     parameters_with(
         [(pair, b) for pair in PAIRS for b in (4, 8, 16)],
-        [("dflash-qwen3-trained", 8), ("dflash-qwen3-swa-tiny", 4), ("dflash-speculators-tiny", 16)],
+        [("dflash-speculators-tiny", 16)],
         activations=["f32"],
     ),
     indirect=["ops"],
