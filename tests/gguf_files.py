@@ -59,6 +59,11 @@ def write_gguf(path, case, kind="F32", change=None):
     for ours, (array, stored) in tensors.items():
         number = gguf.GGMLQuantizationType[stored]
         writer.add_tensor(ours, gguf.quants.quantize(array, number), raw_dtype=number)
+    return written(writer, path)
+
+
+def written(writer, path):
+    """What a GGUFWriter of this path was given goes to disk. Returns the path."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

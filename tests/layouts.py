@@ -10,6 +10,7 @@ from minidflash.weights.safetensors_io import open_tensors
 from safetensors.numpy import load_file, save_file
 
 from minidflash.drafter_layouts import GGUF, LAYOUTS
+from tests.gguf_files import written
 from tests.golden_files import golden
 
 SHARD = "model-{:05d}-of-00003.safetensors"
@@ -115,11 +116,7 @@ def as_gguf(name, path, kind="F32", **more):
             fits = value.ndim == 2 and (kind != "Q8_0" or value.shape[1] % 32 == 0)
             typed = TYPES[kind if fits else "F32"]
             writer.add_tensor(theirs, gguf.quants.quantize(value, typed), raw_dtype=typed)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return written(writer, path)
 
 
 def widened(name, folder, path):

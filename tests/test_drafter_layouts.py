@@ -17,6 +17,7 @@ from tests.chance import filtered, surprise
 from tests.golden_files import golden
 from tests.layouts import as_gguf, copy, sharded, widened, with_tables
 from tests.models import ROUNDS_TOKENS, clipped, engine_of, forward, logits_of, numbers, state_of, target_of
+from tests.refusals import refused
 
 TRAINED, REDUCED, SCALED = "dflash-qwen3-trained", "dflash-speculators-tiny", "dflash-llama-scaled-tiny"
 THEIRS = "config.speculators.json"
@@ -159,14 +160,6 @@ def test_a_token_outside_is_never_proposed():
 
 
 # ---- refusals ----------------------------------------------------------------------------------------------
-
-
-def refused(do, *words):
-    with pytest.raises(UserError) as error:
-        do()
-    line = f"{error.value} {error.value.hint}"
-    assert error.value.code == 2 and "\n" not in str(error.value), line
-    assert all(word in line for word in words), f"{words}: {line}"
 
 
 def edited(name, at, change):

@@ -14,6 +14,7 @@ from minidflash.errors import UserError
 from minidflash.families import TRAINING
 from minidflash.wrapper import EITHER
 from tests.golden_files import golden
+from tests.refusals import refused
 
 TARGETS = [
     "qwen3-tiny", "qwen3-moe-tiny", "gpt-oss-tiny", "gpt-oss-mxfp4-tiny", "gemma4-tiny", "gemma4-moe-tiny",
@@ -28,15 +29,6 @@ def opened(name):
     if name in DRAFTERS:
         return config, tensors, lambda found: drafter_names.bind_drafter(read_drafter(config), found)
     return config, tensors, lambda found: names.bind_target(read_target(config), found)
-
-
-def refused(do, *words):
-    """What `do` is refused with, in one line that has all the words."""
-    with pytest.raises(UserError) as error:
-        do()
-    line = f"{error.value} {error.value.hint}"
-    assert error.value.code == 2 and "\n" not in str(error.value), line
-    assert all(word in line for word in words), f"{words}: {line}"
 
 
 @pytest.mark.parametrize("name", [*TARGETS, *DRAFTERS])

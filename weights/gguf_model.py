@@ -4,7 +4,6 @@ Everything in the file is used or refused by name, as everywhere. Source: models
 """
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import ml_dtypes
 import numpy as np
 from minidflash.weights.gguf_io import GgufTensor, read_gguf
 from minidflash.weights.gguf_text import tokenizer_files
+from minidflash.weights.safetensors_io import Tensors
 
 from minidflash.errors import UserError
 
@@ -41,20 +41,12 @@ READ_KEYS = {
 }  # fmt: skip
 
 
-class GgufTensors(Mapping):
+class GgufTensors(Tensors):
     """Hugging Face name -> GgufTensor. spelled: such a name as the file spells it."""
 
     def __init__(self, tensors, spelling):
-        self._tensors, self.spelling = tensors, spelling
-
-    def __getitem__(self, name):
-        return self._tensors[name]
-
-    def __iter__(self):
-        return iter(self._tensors)
-
-    def __len__(self):
-        return len(self._tensors)
+        super().__init__(tensors)
+        self.spelling = spelling
 
     def spelled(self, name):
         layer, _, rest = name.removeprefix("model.layers.").partition(".")

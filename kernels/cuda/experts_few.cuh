@@ -2,7 +2,7 @@
  * have them.
  * Grid:   persistent, a block a multiprocessor. A piece is a row tile of one expert's weights; which pieces a
  * block takes is the kernel's. WARPS warps multiply, FINISHERS end pieces, one more fills a ring of weights
- * in shared memory by bulk copies. A block takes half of a multiprocessor at most, so that the next kernel's
+ * in shared memory by bulk copies. A block takes about half of a multiprocessor, so that the next kernel's
  * has room beside it: its weights are on their way while this one ends.
  * Moves:  the weights of experts that have pairs, once; token rows once a block.
  * Layout: token rows lie as [K/32][rows][32 k], so that rows that are not there take no room.

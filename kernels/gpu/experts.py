@@ -204,8 +204,7 @@ def pack(backend, parts, role, experts):
 
 def _launch(backend, row, w, rows, used, tiles, args, cut=None, act=0, more=None):
     """One product. args: function of what `dealt` gives -> the kernel's. more: -D of the
-    kernel's own. Returns the defines that it was
-    compiled with, None where K does not suit."""
+    kernel's own. Returns the defines that it was compiled with, None where K does not suit."""
     experts, _, cols = w.shape
     cut = cut or choose(cols, w.dtype, row)
     if cut is None or experts > MOST_EXPERTS or cols % 8:

@@ -1,7 +1,7 @@
 """Variants of route, experts_up and experts_down for up to 8 pairs, as plain rounds have them: the bits of
 kernels/gpu/experts.py, and less between one kernel's weights and the next one's.
 
-Kernels take half of a multiprocessor at most (kernels/cuda/experts_few.cuh).
+A block of experts_up and one of experts_down share a multiprocessor (kernels/cuda/experts_few.cuh).
 """
 
 from dataclasses import dataclass
