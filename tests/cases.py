@@ -63,6 +63,21 @@ class Blocks:
 
 
 @dataclass
+class Codes(Matrix):
+    """An FP8 checkpoint tensor. array: u8 (rows, cols); scales: f32 (ceil(rows/8), ceil(cols/128))."""
+
+    scales: np.ndarray
+
+    dtype = "FP8"
+
+    @property
+    def real(self):
+        rows, cols = self.array.shape
+        scales = self.scales.repeat(8, 0)[:rows].repeat(128, 1)[:, :cols]
+        return self.array.view(ml_dtypes.float8_e4m3fn).astype(np.float64) * scales
+
+
+@dataclass
 class Experts:
     """A matrix for each of `count` experts: tensors stacked along rows, expert by expert,
     cut wherever they are."""
@@ -87,7 +102,7 @@ def stored(values, kind):
 
 
 class Make:
-    """Random arguments. activations: "f32" or "bf16"; weights: also "mxfp4", of experts alone."""
+    """Random arguments. activations: "f32" or "bf16"; weights: also "fp8", and "mxfp4", of experts alone."""
 
     def __init__(self, rng, activations="f32", weights="bf16"):
         self.rng, self.activations, self.weights = rng, activations, weights
@@ -104,6 +119,11 @@ class Make:
 
     def w(self, rows, cols):
         """A weight whose outputs are of size 1."""
+        if self.weights == "fp8":
+            scales = self.rng.uniform(0.5, 2, (-(-rows // 8), -(-cols // 128))) / np.sqrt(cols)
+            values = self.rng.standard_normal((rows, cols)).astype(np.float32)
+            values.reshape(-1)[: values.size // 7] *= 2.0**-8  # some of them subnormal
+            return Codes(values.astype(ml_dtypes.float8_e4m3fn).view(np.uint8), scales.astype(np.float32))
         return Matrix(stored(self.rng.standard_normal((rows, cols)) / np.sqrt(cols), self.weights))
 
     def experts(self, count, rows, cols):

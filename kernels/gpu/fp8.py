@@ -1,0 +1,48 @@
+"""FP8 weights on a GPU: packed as kernels/cuda/fp8.cuh says, whatever the activations, for plain and fast
+kernels."""
+
+import numpy as np
+
+from ..weight import EXPERT_PAIRS, PAIRS, TILE, Weight
+from .split import CHUNK
+
+SCALE_ROWS, SCALE_K = 8, 128  # that share a scale
+MOST_CHUNKS = 16  # of a step: a lane has each scale
+
+
+def defines(kind, chunks, asked):
+    """-D of a kernel of the skinny family, {} of other weights: a chunk has half of the bytes, so twice as
+    many are on their way."""
+    if kind != "fp8":
+        return {}
+    return {"FP8": 1, "STEP_CHUNKS": min(2 * chunks, MOST_CHUNKS), "ASKED_CHUNKS": 2 * asked}
+
+
+def tile_bytes(cols):
+    """Of a packed row tile: fp8_tile of fp8.cuh."""
+    return -(-cols // CHUNK) * 512 + -(--(-cols // SCALE_K) * 8 // 128) * 128
+
+
+def scale_count(rows, cols):
+    """Of rows x cols codes."""
+    return -(-rows // SCALE_ROWS) * -(-cols // SCALE_K)
+
+
+def pack(backend, parts, role, experts=0):
+    """`Weight` of FP8 tensors stacked along rows, of `experts` or, 0, of a matrix."""
+    is_paired, count = role in (PAIRS, EXPERT_PAIRS), max(experts, 1)
+    rows, cols = sum(part.shape[0] for part in parts) // count, int(np.prod(parts[0].shape[1:]))
+    half = rows // 2 if is_paired else min(rows, TILE // 2)
+    stride = TILE // 2 if is_paired else TILE
+    tiles = -(-half // stride) if is_paired else -(-rows // TILE)
+    sizes = [half if is_paired else rows, rows - half]
+    stored = backend.load(parts, np.uint8)
+    end = 4 * scale_count(count * rows, cols)
+    scales, codes = stored[:end], stored[end:]
+    data = backend.empty((count, tiles, tile_bytes(cols)), np.uint8)
+    args = [codes, scales, data, *sizes, half, stride, tiles, cols, rows]
+    grid = -(-tiles * -(-cols // CHUNK) * 32 // 256)
+    backend.launch("pack_fp8.cu", "pack_fp8", (grid, count), 256, 0, args)
+    shape = (experts, rows, cols) if experts else (rows, cols)
+    layout = "packed pairs" if is_paired else "packed"
+    return Weight(shape, "fp8", layout, (data if experts else data[0],))

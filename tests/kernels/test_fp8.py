@@ -1,0 +1,53 @@
+"""FP8 weights in the CUDA kernels: plain, fast and a prompt's."""
+
+import pytest
+
+from tests.cases import check
+from tests.conftest import parameters
+from tests.fast_rows import C_NORMED, C, fast_check
+from tests.kernels import test_fuse, test_gate_up, test_inject, test_linear, test_linear_add, test_qkv
+from tests.kernels.test_fast_prefill import frame, prompt_check  # noqa: F401 a fixture
+
+on_gpu_backends = pytest.mark.parametrize("ops", parameters(["emulate", "cuda"], ["bf16"]), indirect=True)
+SHAPES = [(1, 576, 1536), (16, 104, 400), (5, 123, 77), (17, 80, 24), (33, 24, 4096)]  # T, outputs, inputs
+QKV = [(1, 576, 9, 3, 64, 32), (5, 123, 5, 1, 24, 12), (17, 400, 3, 3, 80, 40)]
+
+
+def cases(ops, rng):
+    """(row, case, terms, tolerance, sizes) of every row with a weight that may be FP8."""
+    for T, D, F in SHAPES:
+        case = test_linear.make(ops, rng, T, D, F, "fp8", True)
+        yield "linear", case, test_linear.terms_of(case), C, {}
+        for norm, scale in ((False, False), (True, True)):
+            case = test_linear_add.make(ops, rng, T, D, F, "fp8", True, 3, norm, scale)
+            yield "linear_add", case, test_linear_add.terms_of(case), C, {}
+        case = test_gate_up.make(ops, rng, T, F, 8 * (D // 8), "fp8")
+        yield "gate_up", case, test_gate_up.terms_of(case), C_NORMED, {"F": 8 * (D // 8)}
+        case = test_fuse.make(ops, rng, T, D, F, "fp8")
+        yield "fuse", case, test_fuse.terms_of(case), C, {}
+    for shape in QKV:
+        case = test_qkv.make(ops, rng, shape, "fp8", True, True)
+        yield "qkv", case, test_qkv.terms_of(case), C_NORMED, {"H": shape[2]}
+    for shape in test_inject.SHAPES:
+        case = test_inject.make(ops, rng, shape, "fp8", True, True)
+        yield "inject", case, test_inject.terms_of(case), C, {}
+
+
+@on_gpu_backends
+def test_fast_kernels_match_the_oracle(ops, rng):
+    for name, case, terms, c, sizes in cases(ops, rng):
+        fast_check(ops, name, case, terms, c, **sizes)
+
+
+@pytest.mark.parametrize("ops", parameters(["emulate", "cuda"], ["f32"]), indirect=True)
+def test_plain_kernels_match_the_oracle(ops, rng):
+    for name, case, terms, c, sizes in cases(ops, rng):
+        check(ops, name, case, terms, c, **sizes)
+        assert ops.backend.variants[name] == "plain"
+
+
+@on_gpu_backends
+def test_a_prompts_kernels_match_the_oracle(ops, frame, rng):  # noqa: F811
+    for name, case, terms, c, sizes in cases(ops, rng):
+        if "linear_add" != name or case["norm"] is None:
+            prompt_check(ops, name, case, terms, c, **sizes)
