@@ -79,8 +79,11 @@ def work_size(backend, rows, cols, outputs):
     return max(pieces, cut.work(tiles) + finished)
 
 
-def defines_of(cut, token_tiles, kind="bf16"):
-    """-D of a kernel of the skinny family. How many chunks are on their way does not show in the bits."""
+def defines_of(cut, token_tiles, w=None):
+    """-D of a kernel of the skinny family. How many chunks are on their way does not show in the bits.
+
+    w: the weight, where it may be FP8.
+    """
     # The sums of 32 rows take the registers of weights under way.
     is_wide = token_tiles == split.TOKEN_TILES[-1] and cut.chunks * cut.ahead > 3
     chunks, ahead = (3, 1) if is_wide else (cut.chunks, cut.ahead)
@@ -88,12 +91,10 @@ def defines_of(cut, token_tiles, kind="bf16"):
         "TOKEN_TILES": token_tiles, "STREAM_WARPS": cut.warps, "STEP_CHUNKS": chunks, "STEPS_AHEAD": ahead,
         "BLOCKS_PER_SM": cut.resident, "FINISH_WARPS": cut.finishers, "CLUSTER_MERGE": int(cut.cluster),
         "EARLY_LAUNCH": int(cut.early), "ASKED_CHUNKS": cut.asked,
-    } | fp8.defines(kind, chunks, cut.asked)  # fmt: skip
+    } | (fp8.defines(cut, chunks, ahead, w.cols) if w is not None and w.dtype == "fp8" else {})  # fmt: skip
 
 
-def launch(
-    backend, file, kernel, tiles, cut, w, rows, args, is_normed=False, together=False, defines=None
-):
+def launch(backend, file, kernel, tiles, cut, w, rows, args, is_normed=False, together=False, defines=None):
     """One launch for each pass of rows. args: function of (slice of the rows, their number) -> the kernel's.
 
     w: the weight, or one of two alike.
@@ -105,7 +106,7 @@ def launch(
     for here, count in cut.passes(cols, rows, is_normed):
         token_tiles = cut.token_tiles(count)
         grid, shared = cut.grid(tiles, backend.sms), cut.shared(cols, token_tiles, is_normed)
-        every_define = defines_of(cut, token_tiles, w.dtype) | (defines or {})
+        every_define = defines_of(cut, token_tiles, w) | (defines or {})
         if together:  # fewer blocks have the same bits
             function = backend.device.function(file, kernel, every_define)
             most = backend.device.holds(function, cut.threads, shared, cut.cluster_blocks)

@@ -10,12 +10,15 @@ SCALE_ROWS, SCALE_K = 8, 128  # that share a scale
 MOST_CHUNKS = 16  # of a step: a lane has each scale
 
 
-def defines(kind, chunks, asked):
-    """-D of a kernel of the skinny family, {} of other weights: a chunk has half of the bytes, so twice as
-    many are on their way."""
-    if kind != "fp8":
-        return {}
-    return {"FP8": 1, "STEP_CHUNKS": min(2 * chunks, MOST_CHUNKS), "ASKED_CHUNKS": 2 * asked}
+def defines(cut, chunks, ahead, cols):
+    """-D of a kernel of the skinny family: a chunk has half of the bytes, so twice as many are on their way,
+    of a tile or, where it has no more for a warp, of the next ones too."""
+    own = -(-(-(-cols // CHUNK)) // (cut.slices * cut.warps))
+    step = min(2 * chunks, own, MOST_CHUNKS)
+    return {
+        "FP8": 1, "STEP_CHUNKS": step, "STEPS_AHEAD": max(1, 2 * chunks * ahead // step),
+        "ASKED_CHUNKS": 2 * cut.asked,
+    }  # fmt: skip
 
 
 def tile_bytes(cols):
