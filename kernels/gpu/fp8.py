@@ -10,7 +10,7 @@ SCALE_ROWS, SCALE_K = 8, 128  # that share a scale
 MOST_CHUNKS = 16  # of a step: a lane has each scale
 
 
-def parts(whole, each):
+def pieces(whole, each):
     """How many of so many each make a whole, rounded up."""
     return -(-whole // each)
 
@@ -18,7 +18,7 @@ def parts(whole, each):
 def defines(cut, chunks, ahead, cols):
     """-D of a kernel of the skinny family: a chunk has half of the bytes, so twice as many are on their way,
     of a tile or, where it has no more for a warp, of the next ones too."""
-    own = parts(parts(cols, CHUNK), cut.slices * cut.warps)
+    own = pieces(pieces(cols, CHUNK), cut.slices * cut.warps)
     step = min(2 * chunks, own, MOST_CHUNKS)
     return {
         "FP8": 1, "STEP_CHUNKS": step, "STEPS_AHEAD": max(1, 2 * chunks * ahead // step),
@@ -28,12 +28,12 @@ def defines(cut, chunks, ahead, cols):
 
 def tile_bytes(cols):
     """Of a packed row tile: fp8_tile of fp8.cuh."""
-    return 512 * parts(cols, CHUNK) + 128 * parts(8 * parts(cols, SCALE_K), 128)
+    return 512 * pieces(cols, CHUNK) + 128 * pieces(8 * pieces(cols, SCALE_K), 128)
 
 
 def scale_count(rows, cols):
     """Of rows x cols codes."""
-    return parts(rows, SCALE_ROWS) * parts(cols, SCALE_K)
+    return pieces(rows, SCALE_ROWS) * pieces(cols, SCALE_K)
 
 
 def pack(backend, parts, role, experts=0):
@@ -42,14 +42,14 @@ def pack(backend, parts, role, experts=0):
     rows, cols = sum(part.shape[0] for part in parts) // count, int(np.prod(parts[0].shape[1:]))
     half = rows // 2 if is_paired else min(rows, TILE // 2)
     stride = TILE // 2 if is_paired else TILE
-    tiles = parts(half if is_paired else rows, stride)
+    tiles = pieces(half if is_paired else rows, stride)
     sizes = [half if is_paired else rows, rows - half]
     stored = backend.load(parts, np.uint8)
     end = 4 * scale_count(count * rows, cols)
     scales, codes = stored[:end], stored[end:]
     data = backend.empty((count, tiles, tile_bytes(cols)), np.uint8)
     args = [codes, scales, data, *sizes, half, stride, tiles, cols, rows]
-    grid = parts(tiles * parts(cols, CHUNK) * 32, 256)
+    grid = pieces(tiles * pieces(cols, CHUNK) * 32, 256)
     backend.launch("pack_fp8.cu", "pack_fp8", (grid, count), 256, 0, args)
     shape = (experts, rows, cols) if experts else (rows, cols)
     layout = "packed pairs" if is_paired else "packed"
