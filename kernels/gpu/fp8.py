@@ -9,7 +9,7 @@ from ..weight import EXPERT_PAIRS, PAIRS, TILE, Weight
 from .split import CHUNK, SHARED_PER_BLOCK, SHARED_PER_SM, STATIC, TOKEN_TILES, passes_of
 
 SCALE_ROWS, SCALE_K = 8, 128  # that share a scale
-MOST_RING = 98304  # bytes of weights on their way to a multiprocessor
+MOST_RING = 65536  # bytes of weights on their way to a multiprocessor
 
 
 def pieces(whole, each):
@@ -34,8 +34,8 @@ class Ring:
 def ring(cut, cols, token_tiles, is_normed, sms):
     """The Ring of a launch: as large as there is room for, or None."""
     own = pieces(pieces(cols, CHUNK), cut.slices * cut.warps)  # chunks of a warp in a tile
-    chunks = own if own <= 3 else 2
-    slot = 16 * pieces(chunks * (512 + 8), 16)
+    chunks = next(n for n in (4, 3, 2, own) if own % n == 0 or own > n == 2)
+    slot = 8 * pieces(chunks * (512 + 8), 16) * 2
     blocks = max(cut.blocks, pieces(cut.slices, sms))  # of a multiprocessor: slices may wait for each other
     most = min(SHARED_PER_BLOCK, SHARED_PER_SM // blocks - 1024) - STATIC
     room = min(most - cut.shared(cols, token_tiles, is_normed), MOST_RING)
