@@ -4,8 +4,8 @@
  *         that what a tile's end costs does not hold up the stream. Shared: the slice's tokens, two sets of
  *         sums.
  * Moves:  the weights once; tokens once a block, from L2.
- * Layout: packed weights [N/16][K/32][2][lane][8] bf16, sizes rounded up with zeros (pack.cu), or FP8
- *         (skinny_ring.cuh). In each 32 k,
+ * Layout: packed weights [N/16][K/32][2][lane][8] bf16, sizes rounded up with zeros (pack.cu), or FP8 as
+ *         fp8.cuh says. In each 32 k,
  *         lane l owns k 8(l%4)..+7 and gives 4 of them to each of two mma's, so the B operands of both are
  *         one 16-byte read. Tokens lie as [K/32][8 rows][32 k], which is the order in which a warp reads
  *         them: no bank conflicts. Only the order of the sum changes, the same for all weights.
@@ -14,6 +14,7 @@
  * Source: kernel-playbook 2, 2a; warps that add through shared memory as in Marlin (Frantar et al. 2024). */
 #pragma once
 #include "skinny_finish.cuh"
+#include "skinny_weights.cuh"
 
 // ---- the stream of weights: WARPS warps ----
 
@@ -32,8 +33,9 @@ struct Cursor {
     __device__ __forceinline__ void start(const Task& task, const Matrix& weights, int tile_) {
         tile = tile_, step = 0;
         if (tile >= task.tiles) return;
-        at = weights.at(tile) + (task.begin + warp_index()) * CHUNK_BYTES + 16 * lane_index();
-        if (FP8) scales = weights.at(tile) + fp8_codes(opaque(task.cols));
+        const char* first = weights.at(tile);
+        at = first + (task.begin + warp_index()) * CHUNK_BYTES + 16 * lane_index();
+        if (FP8) scales = first + fp8_codes(opaque(task.cols));
     }
 
     /* Chunks of this warp from here to the tile's end; none past the last tile. */
@@ -47,6 +49,13 @@ struct Cursor {
         if (++step == steps_of(task)) start(task, weights, tile + task.step);
     }
 };
+
+/* FP8: the scales of the step that `next` names. */
+__device__ __forceinline__ void load_scales(Fragments& a, const Task& task, const Cursor& next) {
+    if (FP8)
+        a.load_scales(next.scales, task.begin + opaque(threadIdx.x) / 32 + next.step * CHUNKS * WARPS,
+                      next.rest(task));
+}
 
 /* The warp's next ASKED_CHUNKS chunks to L2: memory then has something to do until the tokens are there. */
 template <class Matrix>
@@ -80,11 +89,46 @@ __device__ __forceinline__ void hand_over(float (&acc)[TOKEN_TILES][4], int ordi
     mbarrier_arrive(&barriers.full[ordinal % FULL_BARRIERS]);
 }
 
-#if FP8
-#include "skinny_ring.cuh"
-#else
-#include "skinny_registers.cuh"
-#endif
+/* The steps under way in turn. Not a loop: of large bodies the compiler keeps one, and weights in memory. */
+template <int S = 0, class Take>
+__device__ __forceinline__ bool take_all(Fragments (&a)[AHEAD], const Take& take) {
+    if constexpr (S == AHEAD)
+        return true;
+    else
+        return take(a[S]) && take_all<S + 1>(a, take);
+}
+
+template <bool IS_NORMED, class Matrix>
+__device__ __forceinline__ void stream(const Task& task, const Matrix& weights, Fragments (&a)[AHEAD],
+                                       Cursor& next, unsigned char* tokens, float2* sums,
+                                       Barriers& barriers) {
+    const unsigned char* first = tokens + warp_index() * TOKEN_CHUNK + 16 * lane_index();
+    float acc[TOKEN_TILES][4] = {};
+    int tile = task.first, step = 0, ordinal = 0;
+    auto take = [&](Fragments& own) {  // a step; false: there is none
+        if (tile >= task.tiles) return false;
+        if (!EARLY_LAUNCH && next.tile >= task.tiles && warp_index() == 0)
+            griddep_launch();  // the last load is under way
+        int rest = own_chunks(task) - step * CHUNKS, asked = next.rest(task);
+        const unsigned char* k = first + step * (CHUNKS * WARPS * TOKEN_CHUNK);
+        const float scale = own.scale;
+        load_scales(own, task, next);
+#pragma unroll
+        for (int u = 0; u < CHUNKS; ++u) {
+            if (u < rest) multiply(acc, own, scale, u, k + u * WARPS * TOKEN_CHUNK);
+            if (u < asked) own.load(u, next.at);
+        }
+        next.advance(task, weights);
+        if (++step == steps_of(task)) {
+            hand_over(acc, ordinal++, sums, barriers);
+            step = 0, tile += task.step;
+        }
+        return true;
+    };
+    do {
+        if (ordinal == 0) ready<IS_NORMED>(task, step * CHUNKS, tokens);
+    } while (take_all(a, take));
+}
 
 // ---- the whole of it ----
 
@@ -94,16 +138,23 @@ __device__ __forceinline__ void skinny(const Task& task, const Matrix& weights, 
                                        const int* pick, const float* norm, float* squares, Sink& sink) {
     extern __shared__ __align__(128) unsigned char dynamic[];
     __shared__ Barriers barriers;
-    float2* sums = (float2*)(dynamic + RING_BYTES);
+    float2* sums = (float2*)dynamic;
     float4* inbox = (float4*)(sums + 2 * WARPS * UNITS * 32);  // [finisher][slice][UNITS / 2][32]
     unsigned char* tokens =
         (unsigned char*)(inbox + (CLUSTER_MERGE ? FINISHERS * task.slices * UNITS / 2 * 32 : 0));
     bool is_streaming = warp_index() < WARPS;
-    UnderWay a{dynamic};
+    Fragments a[AHEAD];
     Cursor next{};
     if (is_streaming) {
         next.start(task, weights, task.first);
-        a.begin(task, weights, next);
+#pragma unroll
+        for (int s = 0; s < AHEAD; ++s) {
+#pragma unroll
+            for (int u = 0; u < CHUNKS; ++u)
+                if (u < next.rest(task)) a[s].load(u, next.at);
+            load_scales(a[s], task, next);
+            next.advance(task, weights);
+        }
         ask(task, weights, next);
         if (IS_NORMED) bring_scales(task, norm, tokens);
     }

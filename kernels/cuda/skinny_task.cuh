@@ -44,6 +44,7 @@ constexpr int CHUNKS = STEP_CHUNKS;
 constexpr int AHEAD = STEPS_AHEAD;
 constexpr int UNITS = 2 * TOKEN_TILES;  // pairs of outputs a lane: rows g, g + 8 of a token, g = lane / 4
 constexpr int MOST_ROWS = 8 * TOKEN_TILES;
+constexpr int LOADS = CHUNK_BYTES / 512;        // of 16 bytes a lane, of a chunk
 constexpr int TOKEN_CHUNK = 512 * TOKEN_TILES;  // bytes of a chunk of the tokens
 constexpr int SQUARES = 64;  // floats a slice at the start of the workspace: sums of squares by token row
 

@@ -89,7 +89,7 @@ __device__ __forceinline__ void ready(const Task& task, int first, unsigned char
     if (first == 0)
         cp_async_wait<1>();
     else
-        cp_async_wait<FP8 ? AHEAD : 0>();  // the newest are weights
+        cp_async_wait<0>();
     if (!IS_NORMED) return;
     if (first == 0) __syncwarp();  // scales that other lanes brought
     const int thread = opaque(threadIdx.x), lane = thread % 32, warp = thread / 32;

@@ -121,18 +121,6 @@ __device__ __forceinline__ void cp_async_16(void* shared, const void* global) {
                  : "memory");
 }
 
-/* The same of weights, which are read once, and of 4 bytes. */
-__device__ __forceinline__ void cp_async_stream(void* shared, const void* global) {
-    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(shared_address(shared)),
-                 "l"(global)
-                 : "memory");
-}
-
-__device__ __forceinline__ void cp_async_4(void* shared, const void* global) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global)
-                 : "memory");
-}
-
 /* Zeros instead of memory where `is_valid` is false; the pointer is then not read. */
 __device__ __forceinline__ void cp_async_16_or_zero(void* shared, const void* global, bool is_valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),

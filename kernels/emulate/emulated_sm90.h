@@ -92,12 +92,6 @@ inline void cp_async_16_or_zero(void* shared, const void* global, bool is_valid)
     emulate::async_copy(shared, global, 16, is_valid ? 16 : 0);
 }
 inline void cp_async_16(void* shared, const void* global) { cp_async_16_or_zero(shared, global, true); }
-inline void cp_async_stream(void* shared, const void* global) { cp_async_16(shared, global); }
-inline void cp_async_4(void* shared, const void* global) {
-    emulate::aligned(shared, 4, "cp_async_4, shared side");
-    emulate::aligned(global, 4, "cp_async_4, global side");
-    emulate::async_copy(shared, global, 4, 4);
-}
 inline void cp_async_commit() { emulate::async_commit(); }
 template <int Left>
 void cp_async_wait() {

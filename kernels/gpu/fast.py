@@ -79,8 +79,11 @@ def work_size(backend, rows, cols, outputs):
     return max(pieces, cut.work(tiles) + finished)
 
 
-def defines_of(cut, token_tiles):
-    """-D of a kernel of the skinny family. How many chunks are on their way does not show in the bits."""
+def defines_of(cut, token_tiles, w=None):
+    """-D of a kernel of the skinny family. How many chunks are on their way does not show in the bits.
+
+    w: the weight, where it may be FP8.
+    """
     # The sums of 32 rows take the registers of weights under way.
     is_wide = token_tiles == split.TOKEN_TILES[-1] and cut.chunks * cut.ahead > 3
     chunks, ahead = (3, 1) if is_wide else (cut.chunks, cut.ahead)
@@ -88,7 +91,7 @@ def defines_of(cut, token_tiles):
         "TOKEN_TILES": token_tiles, "STREAM_WARPS": cut.warps, "STEP_CHUNKS": chunks, "STEPS_AHEAD": ahead,
         "BLOCKS_PER_SM": cut.resident, "FINISH_WARPS": cut.finishers, "CLUSTER_MERGE": int(cut.cluster),
         "EARLY_LAUNCH": int(cut.early), "ASKED_CHUNKS": cut.asked,
-    }  # fmt: skip
+    } | (fp8.defines(cut, chunks, ahead, w.cols) if w is not None and w.dtype == "fp8" else {})  # fmt: skip
 
 
 def launch(backend, file, kernel, tiles, cut, w, rows, args, is_normed=False, together=False, defines=None):
@@ -99,18 +102,11 @@ def launch(backend, file, kernel, tiles, cut, w, rows, args, is_normed=False, to
     so the card must hold all of them.
     defines: of the kernel's own, besides its cut's.
     """
-    cols, is_fp8 = w.cols, w.dtype == "fp8"
-    if is_fp8:
-        passes = fp8.passes(cut, cols, rows, is_normed, backend.sms)
-    else:
-        passes = cut.passes(cols, rows, is_normed)
-    for here, count in passes:
+    cols = w.cols
+    for here, count in cut.passes(cols, rows, is_normed):
         token_tiles = cut.token_tiles(count)
         grid, shared = cut.grid(tiles, backend.sms), cut.shared(cols, token_tiles, is_normed)
-        every_define = defines_of(cut, token_tiles) | (defines or {})
-        if is_fp8:
-            ring = fp8.ring(cut, cols, token_tiles, is_normed, backend.sms)
-            shared, every_define = shared + ring.nbytes, every_define | ring.defines
+        every_define = defines_of(cut, token_tiles, w) | (defines or {})
         if together:  # fewer blocks have the same bits
             function = backend.device.function(file, kernel, every_define)
             most = backend.device.holds(function, cut.threads, shared, cut.cluster_blocks)

@@ -1,15 +1,13 @@
 """FP8 weights on a GPU: packed as kernels/cuda/fp8.cuh says, whatever the activations, for plain and fast
 kernels."""
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from ..weight import EXPERT_PAIRS, PAIRS, TILE, Weight
-from .split import CHUNK, SHARED_PER_BLOCK, SHARED_PER_SM, STATIC, TOKEN_TILES, passes_of
+from .split import CHUNK
 
 SCALE_ROWS, SCALE_K = 8, 128  # that share a scale
-MOST_RING = 65536  # bytes of weights on their way to a multiprocessor
+MOST_CHUNKS = 16  # of a step: a lane has each scale
 
 
 def pieces(whole, each):
@@ -17,36 +15,15 @@ def pieces(whole, each):
     return -(-whole // each)
 
 
-@dataclass(frozen=True)
-class Ring:
-    """Of a kernel of the skinny family (skinny_ring.cuh): chunks of a slot, slots of a warp, bytes of all."""
-
-    chunks: int
-    slots: int
-    nbytes: int
-
-    @property
-    def defines(self):
-        """-D of the kernel, which show in no bit."""
-        return {"FP8": 1, "STEP_CHUNKS": self.chunks, "STEPS_AHEAD": self.slots}
-
-
-def ring(cut, cols, token_tiles, is_normed, sms):
-    """The Ring of a launch: as large as there is room for, or None."""
-    own = pieces(pieces(cols, CHUNK), cut.slices * cut.warps)  # chunks of a warp in a tile
-    chunks = next(n for n in (4, 3, 2, own) if own % n == 0 or own > n == 2)
-    slot = 8 * pieces(chunks * (512 + 8), 16) * 2
-    blocks = max(cut.blocks, pieces(cut.slices, sms))  # of a multiprocessor: slices may wait for each other
-    most = min(SHARED_PER_BLOCK, SHARED_PER_SM // blocks - 1024) - STATIC
-    room = min(most - cut.shared(cols, token_tiles, is_normed), MOST_RING)
-    slots = room // (cut.warps * slot)
-    return Ring(chunks, slots, 128 * pieces(cut.warps * slots * slot, 128)) if slots >= 2 else None
-
-
-def passes(cut, cols, rows, is_normed, sms):
-    """As Split.passes, of rows beside which there is room for a ring."""
-    tiles = [n for n in TOKEN_TILES if ring(cut, cols, n, is_normed, sms)]
-    return passes_of(rows, 8 * max(tiles))
+def defines(cut, chunks, ahead, cols):
+    """-D of a kernel of the skinny family: a chunk has half of the bytes, so twice as many are on their way,
+    of a tile or, where it has no more for a warp, of the next ones too."""
+    own = pieces(pieces(cols, CHUNK), cut.slices * cut.warps)
+    step = min(2 * chunks, own, MOST_CHUNKS)
+    return {
+        "FP8": 1, "STEP_CHUNKS": step, "STEPS_AHEAD": max(1, 2 * chunks * ahead // step),
+        "ASKED_CHUNKS": 2 * cut.asked,
+    }  # fmt: skip
 
 
 def tile_bytes(cols):

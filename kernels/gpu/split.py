@@ -87,16 +87,12 @@ class Split:
 
     def passes(self, cols, rows, is_normed=False):
         """(slice, count) of the passes over `rows` token rows: a row's bits are the same in each."""
-        return passes_of(rows, self.most_rows(cols, is_normed))
+        most = self.most_rows(cols, is_normed)
+        return [(slice(at, min(at + most, rows)), min(most, rows - at)) for at in range(0, rows, most)]
 
     def work(self, tiles):
         """f32 of workspace: sums of squares, then every slice's sums of every tile."""
         return self.slices * (SQUARES + tiles * TILE * ROWS)
-
-
-def passes_of(rows, most):
-    """(slice, count) of the passes over so many rows, with `most` at a time."""
-    return [(slice(at, min(at + most, rows)), min(most, rows - at)) for at in range(0, rows, most)]
 
 
 def read(text):
