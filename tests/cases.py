@@ -127,7 +127,8 @@ class Make:
         return Matrix(stored(self.rng.standard_normal((rows, cols)) / np.sqrt(cols), self.weights))
 
     def experts(self, count, rows, cols):
-        """Weights of experts whose outputs are of size 1; of mxfp4, cols is a multiple of 32."""
+        """Weights of experts whose outputs are of size 1; of mxfp4, cols is a multiple of 32, of fp8 rows of
+        8."""
         if self.weights != "mxfp4":
             return Experts([self.w(count * rows, cols)], count)
         middle = 127 - round(np.log2(3 * np.sqrt(cols)))  # 3: the root mean square of e2m1

@@ -15,8 +15,8 @@
 constexpr int SCALE_K = 128, FP8_CHUNK = 512;
 constexpr int CHUNK_BYTES = FP8 ? FP8_CHUNK : 1024;  // of packed weights: 16 rows x 32 k
 
-/* Codes alone, and all bytes of a tile: lines are whole. */
-__device__ __forceinline__ size_t fp8_codes(int cols) { return (size_t)(cols + 31) / 32 * FP8_CHUNK; }
+/* Codes alone, of an even number of chunks, and all bytes of a tile: lines are whole. */
+__device__ __forceinline__ size_t fp8_codes(int cols) { return (size_t)(cols + 63) / 64 * 2 * FP8_CHUNK; }
 __device__ __forceinline__ size_t fp8_tile(int cols) {
     return fp8_codes(cols) + (size_t)((cols + SCALE_K - 1) / SCALE_K * 8 + 127) / 128 * 128;
 }
@@ -47,6 +47,6 @@ __device__ __forceinline__ uint4 widened(u32 top, u32 bottom) {
 }
 
 /* The same of a chunk's 16 bytes of a lane: k 0..15 and 16..31 as packed weights have them. */
-__device__ __forceinline__ void widen_chunk(uint4 (&a)[2], const uint4& words) {
+__device__ __forceinline__ void widen_chunk(uint4* a, const uint4& words) {
     a[0] = widened(words.x, words.y), a[1] = widened(words.z, words.w);
 }
