@@ -35,6 +35,17 @@ def row_scales(scales, rows):
     return np.repeat(scales, BLOCK // SCALE_ROWS, axis=0)[: -(-rows // SCALE_ROWS)]
 
 
+def joined_scales(parts):
+    """The row_scales of matrices stacked along rows. parts: with shape and scales.
+
+    Errors: ValueError where rows of two would share a scale.
+    """
+    for part in parts[:-1]:
+        if part.shape[0] % SCALE_ROWS:
+            raise ValueError(f"FP8 rows {part.shape[0]} end within the {SCALE_ROWS} that share a scale")
+    return np.concatenate([part.scales for part in parts])
+
+
 def widened(codes, scales):
     """f32 (rows, cols) of codes u8 (rows, cols) and their row_scales."""
     found = NUMBERS[codes]
