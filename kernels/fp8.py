@@ -9,7 +9,7 @@ import numpy as np
 
 BLOCK = 128  # rows, and inputs, of a file's block; inputs of a kept one
 SCALE_ROWS = 8  # rows of a kept block
-LARGEST = 448.0
+MOST_SCALE = 256.0  # a number would be 114,688: no weight is
 NAN_BITS = 0x7F  # of a byte without its sign: it stands for no number
 
 

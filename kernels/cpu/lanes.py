@@ -156,10 +156,10 @@ def ask(builder, record, size):
 
 
 class Fp8:
-    """FP8: a byte an input. Its bits but the sign, moved up by 7, are an f16 too small by 2^8, subnormal or
-    not; the processor widens that exactly, and a scale larger by 2^8 makes it right."""
+    """FP8: a byte an input. Sign, exponent and mantissa where an f32 has them make a number that is too small by
+    2^120, subnormal or not, and a scale larger by as much makes it right: f32(e4m3 * scale), rounded once."""
 
-    step, has_tail, size = 16, True, PACKED["fp8"].itemsize
+    step, has_tail, size = 32, True, PACKED["fp8"].itemsize
 
     def open(self, builder, tile, k, stride):
         return self.at(builder, tile, builder.mul(k, _number(self.step)), self.step)
@@ -173,18 +173,18 @@ class Fp8:
         scale = self.scale(builder, record)
 
         def value(j):
-            wide = builder.sext(_at(builder, place, LANES * j, VB), VH)
-            bits = builder.and_(builder.shl(wide, _each(7, VH)), _each(0xBFFF, VH))
-            return builder.fmul(builder.fpext(builder.bitcast(bits, HALVES), VF), scale)
+            wide = builder.sext(_at(builder, place, LANES * j, VB), VI)
+            bits = builder.and_(builder.shl(wide, _each(20)), _each(0x87F00000))
+            return builder.fmul(builder.bitcast(bits, VF), scale)
 
         return value
 
     def scale(self, builder, record):
-        """2^8 times the scale of each of 16 rows."""
+        """2^120 times the scale of each of 16 rows."""
         pair = _at(builder, record, 0, ir.VectorType(F32, LANES // SCALE_ROWS))
         which = ir.Constant(VI, [lane // SCALE_ROWS for lane in range(LANES)])
         each = builder.shuffle_vector(pair, ir.Constant(pair.type, ir.Undefined), which)
-        return builder.fmul(each, _each(2.0**8, VF))
+        return builder.fmul(each, _each(2.0**120, VF))
 
 
 class Linear:
