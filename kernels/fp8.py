@@ -9,7 +9,7 @@ import numpy as np
 
 BLOCK = 128  # rows, and inputs, of a file's block; inputs of a kept one
 SCALE_ROWS = 8  # rows of a kept block
-LARGEST = 448.0
+MOST_SCALE = 256.0  # a number would be 114,688: no weight is
 NAN_BITS = 0x7F  # of a byte without its sign: it stands for no number
 
 
@@ -33,6 +33,17 @@ def scale_shape(rows, cols, block_rows):
 def row_scales(scales, rows):
     """f32 (ceil(rows/8), ceil(cols/128)) of a file's scales, f32 (ceil(rows/128), ceil(cols/128))."""
     return np.repeat(scales, BLOCK // SCALE_ROWS, axis=0)[: -(-rows // SCALE_ROWS)]
+
+
+def joined_scales(parts):
+    """The row_scales of matrices stacked along rows. parts: with shape and scales.
+
+    Errors: ValueError where rows of two would share a scale.
+    """
+    for part in parts[:-1]:
+        if part.shape[0] % SCALE_ROWS:
+            raise ValueError(f"FP8 rows {part.shape[0]} end within the {SCALE_ROWS} that share a scale")
+    return np.concatenate([part.scales for part in parts])
 
 
 def widened(codes, scales):

@@ -3,23 +3,22 @@
 from dataclasses import replace
 
 from minidflash.kernels.fp8 import BLOCK, SCALE_ROWS, scale_shape
-from minidflash.kernels.weight import TABLE, VECTOR
+from minidflash.kernels.weight import EXPERT_PAIRS, EXPERTS, MATRIX, PAIRS
 
 from minidflash.errors import UserError
 
 FP8, CODES = "fp8", ("F8_E4M3",)
 WEIGHT, SCALE = ".weight", ".weight_scale_inv"
 SCALE_DTYPES = "BF16", "F32", "F16"
-KEPT = "head", "router"  # weights, by our names, that are never FP8; nor are tables and vectors
+LINEAR = MATRIX, PAIRS, EXPERTS, EXPERT_PAIRS  # roles
+KEPT = "head", "router"  # weights of these, by our names, that are never FP8
 INPUT_SCALES = ".input_scale", ".activation_scale"
 
 
 def with_fp8(table, fp8):
     """The table {our name: Named} of a checkpoint whose linear modules are FP8 but those that `fp8` skips.
 
-    fp8: None: as it is.
-
-    Errors: UserError naming tensors that are one weight here and cannot be.
+    fp8: None: as it is. Errors: UserError naming tensors that are one weight here and cannot be.
     """
     if fp8 is None:
         return table
@@ -27,7 +26,7 @@ def with_fp8(table, fp8):
 
 
 def _quantised(ours, named, fp8):
-    if named.role in (TABLE, VECTOR) or ours.rpartition(".")[2] in KEPT or named.transform != "stack":
+    if named.role not in LINEAR or ours.rpartition(".")[2] in KEPT or named.transform != "stack":
         return named
     skips = {fp8.skips(name.removesuffix(WEIGHT)): name for name, _ in named.sources}
     if len(skips) > 1:

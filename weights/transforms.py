@@ -111,11 +111,12 @@ class Fp8Part:
 
     @property
     def scales(self):
-        """Every number of a block must be finite, also the largest that a byte stands for."""
+        """Below MOST_SCALE, so that kernels may multiply them by the powers of two that codes are too small
+        by."""
         found = real(self.scale.array).astype(np.float32)
-        with np.errstate(over="ignore", invalid="ignore"):
-            if not np.isfinite(found * np.float32(fp8.LARGEST)).all():
-                raise UserError(f"tensor {self.scale.name} holds a scale whose block has no finite numbers")
+        if not (np.abs(found) < fp8.MOST_SCALE).all():
+            limit = f"need finite ones below {fp8.MOST_SCALE:.0f}"
+            raise UserError(f"tensor {self.scale.name} holds {np.abs(found).max()} as a scale, {limit}")
         return fp8.row_scales(found, self.shape[0])
 
     def read_into(self, buffer, first):
