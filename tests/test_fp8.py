@@ -13,8 +13,7 @@ from minidflash.weights.safetensors_io import open_tensors
 import minidflash as md
 from minidflash.config import read_drafter, read_target
 from minidflash.fp8_config import Fp8
-from minidflash.pair import check_kinds, open_pair
-from tests.conftest import open_or_skip
+from tests.conftest import parameters
 from tests.fp8_files import KEPT, QUANTIZATION, write_twins
 from tests.models import forward, logits_of, numbers, state_of, target_of
 from tests.refusals import refused
@@ -82,6 +81,31 @@ def test_drafted_ids_are_plain_ids(twins, pair):
     assert held == {"fp8"} and engine.drafter.weights["fc"].dtype == "fp8"
     found = md.generate(load(wide, wide_drafter), prompt, max_tokens=40)
     assert found.tokens == known[:40] and {str(found.rounds)} == rounds
+
+
+@pytest.mark.parametrize("ops", parameters(["emulate", "cuda"], ["f32"]), indirect=True)
+def test_logits_on_a_gpu_are_the_dequantised_model_s(twins, ops):
+    for case in ("llama-tiny", "qwen3-moe-tiny"):
+        wanted = logits(load(twins(case)[1]), case)
+        found = logits(load(twins(case)[0], backend=ops.name), case)
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-5 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("ops", parameters(["emulate", "cuda"], ["bf16"]), indirect=True)
+@pytest.mark.parametrize("pair", ["dflash-llama-tiny", "dflash-qwen3-moe-tiny"])
+def test_drafted_ids_are_plain_ids_on_a_gpu(twins, ops, pair):
+    """With the fast kernels; a prompt in chunks and whole."""
+    target, drafter = twins(target_of(pair))[0], twins(pair)[0]
+    known = None
+    for chunk, block in ((7, 4), (64, 16)):
+        engine = load(target, drafter, backend=ops.name, activations="bf16", prefill_chunk=chunk)
+        prompt = prompt_of(engine, 37)
+        ids = plain(engine, prompt, 24)
+        known = known or ids
+        assert ids == known, f"chunk {chunk} changes plain decoding"
+        sweep(engine, prompt, 24, (block,), (block,), known)
+        seen = engine.ops.backend.variants
+        assert {seen[row] for row in ("qkv", "inject")} <= {"fast", "prefill"}
 
 
 @pytest.mark.parametrize("activations, block, verify", [("f32", 16, 16), ("f32", 4, 2), ("f32", 8, "auto")])
@@ -234,18 +258,3 @@ def test_rows_that_cannot_be_joined_are_refused_by_name(twins):
     _, tensors, bind = opened(twins("llama-tiny")[0], "llama-tiny")
     config = json.loads((twins("llama-tiny")[0] / "config.json").read_text())
     refused(lambda: bind(tensors, config | {"intermediate_size": 204}), "gate_proj.weight", "204", "8 rows")
-
-
-def test_backends_without_such_kernels_refuse(twins):
-    from minidflash.pair import TAKES_FP8
-    from tests.test_gguf_model import Named
-
-    pair = open_pair(str(twins("llama-tiny")[0]))
-    ops = open_or_skip("numba", "f32").__class__
-    for backend in ("oracle", "numba", "emulate", "cuda"):
-        if backend in TAKES_FP8:
-            check_kinds(ops(Named(backend)), pair)
-        else:
-            with pytest.raises(md.UserError, match="FP8") as error:
-                check_kinds(ops(Named(backend)), pair)
-            assert error.value.code == 3 and "--backend numba" in error.value.hint
