@@ -72,8 +72,8 @@ def test_the_largest_fits_one_card_of_80_gb_with_a_context_of_8192(folders):
 
 
 @pytest.mark.parametrize("name, rows, experts, gigabytes", [
-    ("Qwen3-Coder-30B-A3B", 16, 82, 40), ("Qwen3-Coder-30B-A3B-FP8", 16, 82, 20.4), ("gpt-oss-20b", 16, 28, 11.4), ("gpt-oss-120b", 16, 51, 27),
-    ("gemma-4-26B-A4B", 16, 82, 34),
+    ("Qwen3-Coder-30B-A3B", 16, 82, 40), ("Qwen3-Coder-30B-A3B-FP8", 16, 82, 20.4),
+    ("gpt-oss-20b", 16, 28, 11.4), ("gpt-oss-120b", 16, 51, 27), ("gemma-4-26B-A4B", 16, 82, 34),
 ])  # fmt: skip
 def test_expected_experts_and_bytes_of_a_pass_are_those_of_the_spec(folders, name, rows, experts, gigabytes):
     """models.md 9: weights of a verify pass of 16 rows whose routing is independent."""

@@ -141,13 +141,13 @@ class NumbaBackend(HostBackend):
         """Records (rows/16, blocks), or of each expert, in as many bits as BITS says."""
         rows, cols = sum(part.shape[0] for part in parts) // max(1, experts), parts[0].shape[1]
         tiles = 2 * -(-(rows // 2) // TILE) if is_paired else -(-rows // TILE)
-        data, at = aligned_zeros((max(1, experts), tiles, -(-cols // BLOCK)), PACKED["fp8"]), 0
+        data, row = aligned_zeros((max(1, experts), tiles, -(-cols // BLOCK)), PACKED["fp8"]), 0
         scales = joined_scales(parts)
         pack_scales(scales.reshape(len(data), -1, scales.shape[1]), is_paired, data["halves"])
         with _LOCK:
             for part in parts:
-                pack_experts(part.array, at, rows, is_paired, data["codes"])
-                at += part.shape[0]
+                pack_experts(part.array, row, rows, is_paired, data["codes"])
+                row += part.shape[0]
                 part.drop()
         if not experts:
             return Weight((rows, cols), "fp8", "packed", (data[0],))

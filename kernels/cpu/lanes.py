@@ -156,8 +156,9 @@ def ask(builder, record, size):
 
 
 class Fp8:
-    """FP8: a byte an input. Sign, exponent and mantissa where an f32 has them make a number that is too small by
-    2^120, subnormal or not, and a scale larger by as much makes it right: f32(e4m3 * scale), rounded once."""
+    """FP8: a byte an input. Sign, exponent and mantissa where an f32 has them are a number too small by
+    2^120, subnormal or not, and a scale larger by as much makes it right: f32(e4m3 * scale), rounded once.
+    """
 
     step, has_tail, size = 32, True, PACKED["fp8"].itemsize
 
