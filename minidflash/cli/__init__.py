@@ -100,8 +100,8 @@ def _verify(parser):
     how.add_argument("--prompts", metavar="FILE", help="as in bench; the first of each kind is used")
     inside = parser.add_argument_group("inside")
     inside.add_argument("--layers", action="store_true",
-                        help="instead: the shortest prompt and three rounds, stage by stage, against a float64 "
-                             "pair that has its own loop; names the first stage that is off")  # fmt: skip
+                        help="instead: the shortest prompt and three rounds, stage by stage, against a "
+                             "float64 pair with its own loop; names the first stage that is off")  # fmt: skip
     inside.add_argument("--reference", metavar="FILE",
                         help="with --layers: and against a golden.safetensors, on its prompt (it also tells "
                              "what is read wrongly from the files)")  # fmt: skip

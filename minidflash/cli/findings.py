@@ -4,8 +4,8 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-# Stage -> where it shows. The kernels are fused, so norm and rope have no array of their own: a norm gives all v
-# of a row one factor, and a rotation keeps the lengths of pairs and turns them.
+# Stage -> where it shows. The kernels are fused, so norm and rope have no array of their own: a norm gives
+# all v of a row one factor, and a rotation keeps the lengths of pairs and turns them.
 STAGES = {
     "calls": "the order of kernels",
     "rows": "ids and positions of a pass",

@@ -41,7 +41,8 @@ def verify_kernel(args):
 
 def line(one):
     """An array's numbers."""
-    return (f"{'FAILED' if one.is_off else 'ok':<8}{one.what:<12}{one.error:>9.2g} absolute{one.ulps:>9.2g} ulp"
+    word = "FAILED" if one.is_off else "ok"
+    return (f"{word:<8}{one.what:<12}{one.error:>9.2g} absolute{one.ulps:>9.2g} ulp"
             f"{one.share:>9.2g} of tolerance  at {one.index}")  # fmt: skip
 
 
@@ -77,7 +78,7 @@ def run_both(truth, ops, row, sizes):
 
 
 def sizes_of(text):
-    """The table's letters from "qwen3-8b,T=5": a model's first, then those given, then what follows from them.
+    """The table's letters from "qwen3-8b,T=5": a model's, those given, and what follows from them.
 
     Errors: UserError for what is neither.
     """
@@ -102,7 +103,8 @@ def following(sizes):
     addressed."""
     rows, room = sizes["T"], sizes["T"] + 8
     return {
-        "M": rows, "R": rows, "B": max(rows, SIZES["B"]), "J": sizes["K"] // 2, "C": max(2 * sizes["D"], SIZES["C"]),
+        "M": rows, "R": rows, "B": max(rows, SIZES["B"]), "J": sizes["K"] // 2,
+        "C": max(2 * sizes["D"], SIZES["C"]),
         "S": max(room, SIZES["S"]), "P": max(room, SIZES["P"]), "Y": min(SIZES["Y"], sizes["V"]),
         "G": sizes["G"] if sizes["H"] % sizes["G"] == 0 else 1,
     }  # fmt: skip

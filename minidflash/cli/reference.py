@@ -39,8 +39,8 @@ class Reference:
                             "name the golden.safetensors of a target or of a pair")  # fmt: skip
 
     def compare(self, witness, drafts):
-        """Findings of what the run left in the Witness. drafts: whether there was a drafter. Errors: UserError
-        where the file needs one."""
+        """Findings of what the run left in the Witness. drafts: whether there was a drafter.
+        Errors: UserError where the file needs one."""
         if not drafts and self.block:
             raise UserError(f"{self.path} is of a pair, and there is no drafter", "--drafter names one")
         self.witness, self.findings = witness, []
