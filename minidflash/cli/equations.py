@@ -54,7 +54,7 @@ def attention(run, at, x):
     for name in ("pos", "at"):
         run.same("rows", name, call.after[name], at.positions, at.side, at.i, at.positions)
     y = normed(x, w["attn_norm"], at.stack.eps)
-    keys, values = (rows_of(oracle.real(call.after[f"cache_{kind}"][0]), at.positions) for kind in "kv")
+    keys, values = stored_rows(call)
     if w["attn_norm"] is not None and not layer.v_norm:
         y = y * _factors(run, at, y, values)
     keys_and_values(run, at, "qkv", y, keys, values)
@@ -153,7 +153,7 @@ def _ended(run, at, stage, name, a, x):
 def _added(run, at, stage, what, found, x, added, size, scale=None):
     """found beside scale * (x + added)."""
     scale = 1.0 if scale is None else float(scale[0])
-    run.numbers(stage, at, what, found, scale * (x + added), scale * size)
+    run.numbers(stage, at, what, found, scale * (x + added), scale * (np.abs(x) + size))
     return found
 
 
@@ -202,9 +202,9 @@ def _largest(results):
     return TERMS * np.broadcast_to(np.abs(results).max(-1, keepdims=True), results.shape)
 
 
-def rows_of(cache, positions):
-    """Rows of a cache (G, S, K) at the positions: (T, G, K)."""
-    return cache[:, positions % cache.shape[1]].swapaxes(0, 1)
+def stored_rows(call, of=...):
+    """K and V that a call stored, (T, G, K) each; of: a layer of inject."""
+    return tuple(oracle.real(call.after[name])[of].swapaxes(0, 1) for name in ("cache_k", "cache_v"))
 
 
 MIXERS = {"attention": attention}

@@ -4,6 +4,8 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
+from ..errors import UserError
+
 # Stage -> where it shows. The kernels are fused, so norm and rope have no array of their own: a norm gives
 # all v of a row one factor, and a rotation keeps the lengths of pairs and turns them.
 STAGES = {
@@ -46,7 +48,7 @@ class Place:
 class Finding:
     """One array of one stage. error: largest, absolute. ulps: largest, in units of the last place of what
     was expected. share: largest error over its tolerance, above 1: it is off. index, found, expected: of the
-    first element that is off, else of the one nearest to it."""
+    first element that is off, else of the one nearest to it; NaN where a side has no such element."""
 
     stage: str
     place: Place
@@ -81,23 +83,27 @@ def compare(stage, place, what, found, expected, tolerance, axes=(), first=None,
 
     found, expected: float64 or integers. tolerance: absolute, broadcast to them. axes: names of the axes; the
     last dims without one share "element". first: what the first axis counts (positions), default 0, 1, ...
-    is_bf16: type that ulps are of, default f32.
+    is_bf16: type that ulps are of, default f32. Of lists of unequal length the longer one's end is off.
+    Errors: UserError for arrays of other shapes.
     """
     found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
+    if found.shape != expected.shape and found.ndim == 1:
+        most = max(len(found), len(expected))
+        found, expected = (np.pad(z, (0, most - len(z)), constant_values=np.nan) for z in (found, expected))
     if found.shape != expected.shape:
-        words = f"of shape {found.shape} beside {expected.shape}"
-        return Finding(stage, place, f"{what} {words}", np.inf, np.inf, np.inf, "", np.nan, np.nan)
+        raise UserError(f"{what} is of shape {found.shape}, {place.by} has {expected.shape}: another model",
+                        "compare a run with numbers of its own model")  # fmt: skip
     if not found.size:
         return None
     unit = np.spacing(np.maximum(np.abs(expected), np.finfo(np.float32).tiny).astype(np.float32))
-    with np.errstate(invalid="ignore", divide="ignore"):
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         error = np.where(found == expected, 0.0, np.abs(found - expected))
         share = np.where(error == 0, 0.0, error / np.broadcast_to(tolerance, error.shape))
     error, share = (np.where(np.isnan(a), np.inf, a) for a in (error, share))
     off = np.argwhere(share > 1)
     at = tuple(map(int, off[0] if len(off) else np.unravel_index(np.argmax(share), share.shape)))
     names = [*axes, *["element"] * (len(at) - len(axes))]
-    counts = (at[0] if first is None else first[at[0]], *at[1:])
+    counts = (at[0] if first is None or at[0] >= len(first) else first[at[0]], *at[1:])
     index = ", ".join(f"{name} {count}" for name, count in zip(names, counts, strict=True))
     ulps = float((error / (unit * (2.0**16 if is_bf16 else 1))).max())
     return Finding(

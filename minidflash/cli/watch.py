@@ -5,23 +5,25 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
+
 from minidflash.kernels.ops import Ops
 from minidflash.kernels.table import ROWS
 
+CACHES = "cache_k", "cache_v"
 UNSEEN = "work", "cos", "sin", "mass", "narrow"  # scratch, tables, and laws that greedy text does not have
 READ_ELSEWHERE = {("attend", "cache_k"), ("attend", "cache_v"), ("linear_add", "taps"),
-                  ("experts_down", "taps"), ("join", "taps")}  # fmt: skip
+                  ("experts_down", "taps"), ("join", "taps")}  # fmt: skip  # qkv and fuse have them
 
 
 @dataclass
 class Call:
-    """A kernel call. round: 0 in the prompt. before: host copies of what it changed in place, as it was.
-    after: of every array, behind the call; numbers as they are. logits: of a head, f32 (M, V), of its picked
-    rows."""
+    """A kernel call. round: 0 in the prompt. after: host copies of its arrays behind the call, of caches the
+    rows of slot 0 that it stored, (..., G, T, K); numbers as they are. logits: of a head, f32 (M, V), of its
+    picked rows."""
 
     name: str
     round: int
-    before: dict
     after: dict
     logits: object = None
 
@@ -47,11 +49,13 @@ class Watched(Ops):
 
         def watched(*args):
             given = {arg: value for arg, value in zip(row.args, args, strict=True) if self._is_seen(row, arg)}
-            before = {arg.name: self._copy(value) for arg, value in given.items() if arg.inplace}
             call(*args)
-            after = {arg.name: self._copy(value) for arg, value in given.items()}
+            after = {arg.name: self._copy(value) for arg, value in given.items() if arg.name not in CACHES}
+            after |= {
+                arg.name: self._stored(value, after) for arg, value in given.items() if arg.name in CACHES
+            }
             logits = self._logits(*args) if name == "head" else None
-            self.calls.append(Call(name, self.round, before, after, logits))
+            self.calls.append(Call(name, self.round, after, logits))
 
         self.__dict__[name] = watched
         return watched
@@ -62,6 +66,12 @@ class Watched(Ops):
 
     def _copy(self, value):
         return self.download(value) if hasattr(value, "shape") else value
+
+    def _stored(self, cache, address):
+        """Slot 0's rows of a cache (..., N, G, S, K) at the keys of a call; of inactive rows any."""
+        rows = np.where(address["pos"] >= 0, address["at"], 0) % cache.shape[-2]
+        first, last = rows.min(), rows.max() + 1
+        return self.download(cache[..., 0, :, first:last, :])[..., rows - first, :]
 
     def _logits(self, x, pick, norm, eps, w, *_):
         """What the head itself never stores: head_logits of the same rows, by a kernel of the same

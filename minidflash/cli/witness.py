@@ -11,7 +11,7 @@ import numpy as np
 from minidflash.kernels import oracle
 from minidflash.kernels.record import Record
 
-from .equations import FFNS, MIXERS, At, keys_and_values, normed, normed_product, product, rows_of
+from .equations import FFNS, MIXERS, At, keys_and_values, normed, normed_product, product, stored_rows
 from .findings import Place, compare
 
 # c eps of |error| <= c eps sum |terms| + half a unit of what is stored (engine.md 3), for kernels that got
@@ -144,7 +144,7 @@ class Witness:
         self.numbers("fuse", at, "feature", features, wanted, size)
         for i, layer in enumerate(stack.layers):
             at = At("drafter", i, model.layers[i], layer, stack, positions)
-            keys, values = (rows_of(oracle.real(call.after[f"cache_{c}"][i, 0]), positions) for c in "kv")
+            keys, values = (rows[:count] for rows in stored_rows(call, i))
             keys_and_values(self, at, "inject", features, keys, values)
         self.injected = end
 
@@ -159,10 +159,8 @@ class Witness:
         ids, rows = call.after["ids"].reshape(-1)[picked], np.arange(len(picked))
         is_valid = (ids >= 0) & (ids < model.ids)
         taken = np.where(is_valid, wanted[rows, np.where(is_valid, ids, 0)], -np.inf)
-        likeliest = wanted[:, : model.ids].argmax(-1)
-        self.numbers(
-            stage, at, "logit of the id taken", taken, wanted[rows, likeliest], size[rows, likeliest]
-        )
+        best = rows, wanted[:, : model.ids].argmax(-1)
+        self.numbers(stage, at, "logit of the id taken", taken, wanted[best], size[best])
         if not is_valid.all():
             raise Stop
         return ids.tolist()
