@@ -160,6 +160,37 @@ def test_a_mistake_of_the_run_is_named(plant, stage, place):
     assert found and (found.stage, str(found.place)) == (stage, place), found and found.told()
 
 
+def test_a_run_that_breaks_is_told_by_the_stage_that_made_it_break():
+    engine = fresh(PAIR)
+    engine.target.layers[1]["attn_norm"] = engine.target.layers[1]["attn_norm"] * np.float32(np.nan)
+    found = first_off(looked(engine, PAIR))
+    assert (found.stage, str(found.place), found.index[:10]) == (
+        "qkv",
+        "target layer 1, prompt",
+        "position 0",
+    )
+
+
+def test_a_run_that_breaks_without_a_stage_that_is_off_breaks_here_too():
+    engine = fresh(PAIR)
+
+    def breaks(given):
+        raise RuntimeError("out of order")
+
+    after(engine, "stage_context", breaks)
+    with pytest.raises(RuntimeError, match="out of order"):
+        looked(engine, PAIR)
+
+
+def test_kernels_in_another_order_are_named(monkeypatch):
+    """Context features that are never injected."""
+    from minidflash import drafter
+
+    monkeypatch.setattr(drafter, "inject_fresh", lambda *args: None)
+    found = first_off(looked(fresh(PAIR), PAIR))
+    assert found.told() == "calls: round 1, stage is called, stage_context expected"
+
+
 def test_activations_of_bf16_have_tolerances_of_their_own():
     """Where tiny errors drown, whole ones are still named."""
     engine = md.load(str(golden(target_of(PAIR))), drafter=str(golden(PAIR)), backend="oracle",

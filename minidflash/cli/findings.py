@@ -66,6 +66,8 @@ class Finding:
 
     def told(self):
         """Stage, place, index and both values on one line."""
+        if self.stage == "calls":
+            return f"calls: {self.place}, {self.what}"
         return (f"{self.stage}: {self.place}, {self.what} {self.index} is {self.found:.9g}, "
                 f"{self.place.by} has {self.expected:.9g}")  # fmt: skip
 

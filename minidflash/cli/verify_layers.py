@@ -41,7 +41,7 @@ def verify_layers(args, interrupt=None):
     findings = [*config_checks(pair)]
     ids, found, witness = look(engine, truth, given, options, args.verify)
     findings += found
-    if reference:
+    if reference and not any(one.is_off for one in found):
         findings += reference.compare(witness, engine.drafter is not None)
     return tell(findings, args, {
         "backend": engine.ops.name, "activations": engine.ops.activations, "target": engine.target_name,
@@ -72,24 +72,30 @@ def shortest(prompts):
 
 def look(engine, truth, given, options, verify):
     """(prompt ids, findings, the Witness) of a prompt and ROUNDS rounds at most. verify: rows, "auto": whole
-    blocks."""
+    blocks. Errors: as a run's, where no stage before them is off."""
     drafter = engine.drafter
     block = options["block"] or (drafter.config.block if drafter else 1)
     width = block if verify == "auto" else min(verify, block)
     options = {**options, "verify": width, "max_tokens": 1 + (ROUNDS + 1) * block}
     request = Request.of(engine, given, options)
+    broken = None
     with watching(engine) as calls:
         rounds = rounds_of(engine, request, Timing())
-        for _ in islice(rounds, 1 + ROUNDS):
-            pass
+        try:
+            for _ in islice(rounds, 1 + ROUNDS):
+                pass
+        except Exception as error:  # noqa: BLE001 what was called before it may say why
+            broken = error
         rounds.close()
     if not request.drafts:
         truth.drafter = None
-    last = max((call.round for call in calls), default=0)
-    calls = [call for call in calls if call.round <= min(last, ROUNDS)]
+    calls = [call for call in calls if call.round <= ROUNDS]
     witness = Witness(truth, calls, request.ids, request.block, width, engine.ops.activations == "bf16",
                       engine.stop_ids)  # fmt: skip
-    return request.ids, witness.walk(), witness
+    findings = witness.walk()
+    if broken and not any(one.is_off and one.stage != "calls" for one in findings):
+        raise broken
+    return request.ids, findings, witness
 
 
 def config_checks(pair):

@@ -67,7 +67,7 @@ class Witness:
 
     def _round(self):
         drafts, drafter = [], self.engine.drafter
-        if self._next_is("stage_context"):
+        if drafter and (self.width > 1 or self._next_is("stage_context")):  # a plain round may let them wait
             self.take("stage_context")
             self._inject(self.start)
         if drafter and self.width > 1:
@@ -172,7 +172,7 @@ class Witness:
         found = self.calls[self.at].name if self.at < len(self.calls) else "the end"
         if found != name:
             place = Place(round=self.round)
-            self.findings.append(compare("calls", place, f"{name} expected, {found} called:", [0], [1], 0))
+            self.findings.append(compare("calls", place, f"{found} is called, {name} expected", [0], [1], 0))
             raise Stop
         return self.calls[self.at]
 
