@@ -187,7 +187,8 @@ class Witness:
     def same(self, stage, what, found, expected, side="", i=None, first=None):
         """Integers must be equal; what follows others is not compared."""
         place = Place(side, i, self.round)
-        finding = compare(stage, place, what, found, expected, 0.5, ("position",), first)
+        axes = () if first is None else ("position",)
+        finding = compare(stage, place, what, found, expected, 0.5, axes, first)
         if finding is None:
             return
         self.findings.append(finding)
