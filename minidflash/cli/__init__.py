@@ -22,6 +22,14 @@ examples:
   cat letter.txt | minidflash generate -n 400 --system "Answer this letter." --stats
   minidflash generate --target FOLDER --drafter FOLDER --tokens "5 9 9" --json
 """
+VERIFY = """Check on this machine that drafting changes no token and kernels agree with the oracle.
+
+examples:
+  minidflash verify
+  minidflash verify --layers --json found.json
+  minidflash verify --layers --target FOLDER --drafter FOLDER --reference golden.safetensors
+  minidflash verify --kernel qkv --shape qwen3-8b,T=5
+"""
 
 
 def make_parser():
@@ -146,10 +154,7 @@ COMMANDS = {
     "info": (_info, "Say what this machine can run, what a checkpoint pair is, and the memory it needs."),
     "bench": (_bench, "Measure tokens a second with and without the drafter, by kind of prompt."),
     "trace": (_trace, "Re-tell a run round by round: what was drafted, kept and rejected."),
-    "verify": (
-        _verify,
-        "Check on this machine that drafting changes no token and kernels agree with the oracle.",
-    ),
+    "verify": (_verify, VERIFY),
     "kernels": (_kernels, "Print the signature table, or explain one kernel of it."),
 }
 

@@ -13,8 +13,11 @@ from .verify import SIZES, TOLERANCE, arguments
 
 
 def verify_kernel(args):
-    """Run it. Returns 0, or 1 when an array is off. Errors: UserError for an unknown kernel, for a shape that
-    it cannot have, and as open_ops."""
+    """Run it. Returns 0, or 1 when an array is off.
+
+    Errors: UserError for an unknown kernel, for a shape that it cannot have, and as open_ops.
+    Source: engine.md 3.
+    """
     from minidflash.kernels import open_ops
     from minidflash.kernels.table import ROWS
 

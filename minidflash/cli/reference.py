@@ -66,7 +66,8 @@ class Reference:
                 mixed = before + g[f"p1.mod.layers.{i}.self_attn"]
                 found = self._seen(0, side, i, "mixed")
                 self._states("attention", side, i, 0, "stream behind o", found, mixed, where)
-            self._states("mlp", side, i, 0, "stream", stream, wanted, where)
+            stage = "experts" if config.layers[i].ffn == "experts" else "mlp"
+            self._states(stage, side, i, 0, "stream", stream, wanted, where)
         found = oracle.soft_cap(oracle.real(self._seen(0, side, None, "logits")), *config.curve)
         self._add("logits", side, None, 0, "logit", found, g["p1.logits"][-1:], LOGITS, where[-1:])
 
@@ -122,9 +123,8 @@ class Reference:
     def _seen(self, *key):
         """What the run showed. Errors: UserError where it did not come so far."""
         if key not in self.witness.seen:
-            raise UserError(
-                f"the run ended before {self.path}'s did", "the findings without --reference say why"
-            )
+            words = f"the run ended before that of {self.path}"
+            raise UserError(words, "leave out --reference: the stages say why", code=1)
         return self.witness.seen[key]
 
     def _states(self, stage, side, i, n, what, found, wanted, positions):

@@ -145,7 +145,8 @@ def tell(findings, args, about):
     if off:
         write_lines([f"FAILED  {off.told()}"])
     else:
-        write("all stages agree\n")
+        only = "" if about["reference"] else " (both read the same files; --reference checks that too)"
+        write(f"all stages agree{only}\n")
     if args.json:
         stages = {stage: one.to_json() for stage, one in by_stage(findings).items()}
         found = about | {"first": off and off.to_json(), "stages": stages,
