@@ -56,6 +56,15 @@ def test_nothing_is_off_where_nothing_is_wrong(pair, backend):
     assert set(worst) == expected
 
 
+@pytest.mark.parametrize("block, verify, chunk", [(8, 1, None), (16, 3, 3)])
+def test_plain_rounds_short_ones_and_a_prompt_in_pieces(block, verify, chunk):
+    folders = {"target": str(golden(target_of(PAIR))), "drafter": str(golden(PAIR)), "backend": "oracle"}
+    engine, truth = (md.load(**folders, prefill_chunk=size, warm=False) for size in (chunk, None))
+    _, findings, witness = check.look(engine, truth, [5, 9, 9, 2, 7, 5, 3], {"block": block}, verify)
+    assert not first_off(findings), first_off(findings).told()
+    assert witness.round == check.ROUNDS and witness.at == len(witness.calls)
+
+
 # ---- ten mistakes of a loop, its wiring or its kernels -----------------------------------------------------
 
 
