@@ -85,10 +85,10 @@ def test_drafted_ids_are_plain_ids(twins, pair):
 
 @pytest.mark.parametrize("ops", parameters(["emulate", "cuda"], ["f32"]), indirect=True)
 def test_logits_on_a_gpu_are_the_dequantised_model_s(twins, ops):
-    for case in ("llama-tiny", "qwen3-moe-tiny"):
-        wanted = logits(load(twins(case)[1]), case)
-        found = logits(load(twins(case)[0], backend=ops.name), case)
-        np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-5 * np.abs(wanted).max())
+    case = "qwen3-moe-tiny"
+    wanted = logits(load(twins(case)[1], backend="oracle"), case)
+    found = logits(load(twins(case)[0], backend=ops.name), case)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-5 * np.abs(wanted).max())
 
 
 @pytest.mark.parametrize("ops", parameters(["emulate", "cuda"], ["bf16"]), indirect=True)
