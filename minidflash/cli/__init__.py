@@ -7,7 +7,7 @@ import traceback
 from .. import __version__
 from ..errors import UserError
 from .options import BACKENDS, Parser, add_how, add_machine, add_pair, add_sampling, add_talk, whole
-from .terminal import Interrupt, say, silence, write
+from .terminal import Interrupt, say, say_error, silence, write
 
 EXAMPLES = """
 examples:
@@ -181,9 +181,7 @@ def main(argv=None):
         say("minidflash: interrupted")
         return 130
     except UserError as error:
-        say(f"minidflash: {error}")
-        if error.hint:
-            say(f"  hint: {error.hint}")
+        say_error(error)
         return error.code
     except MemoryError as error:
         say(f"minidflash: not enough memory: {error}" if str(error) else "minidflash: not enough memory")

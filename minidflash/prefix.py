@@ -1,0 +1,68 @@
+"""What the caches of a slot hold of a text, so that a prompt which begins alike runs only what is new."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Prefix:
+    """Ids whose rows the caches hold with the bits of a prompt's pass, row 0 first.
+
+    It lies with the buffers that it tells of: whoever runs on them, what the next prompt reuses is found by
+    comparing ids. ids: of the target's rows. anchor: the id behind the last row that a round left: chosen,
+    not run. injected: how many of the rows the drafter's caches hold. top: one past the last row written
+    since row 0 was; a ring lost the keys that lie its length before it.
+    """
+
+    ids: list = field(default_factory=list)
+    anchor: int = -1
+    injected: int = 0
+    top: int = 0
+
+    def begin(self, engine, s, request):
+        """The first row that a prompt must run, from which on rows are forgotten: 0 where it may not reuse
+        any. Its last row always runs, since the first token is chosen from it."""
+        row = 0
+        if request.resumes:
+            most = min(self.injected if request.drafts else len(self.ids), len(request.ids) - 1)
+            row = next((i for i in range(most) if self.ids[i] != request.ids[i]), most)
+            row = row if self.reaches(engine, s, request, row) else 0
+        self.cut(row)
+        return row
+
+    def reaches(self, engine, s, request, row):
+        """Whether the caches hold the keys before `row` that rows from there on see."""
+        from .layers import COMMITS, addressed_by_position
+
+        stacks = [(engine.target.config.layers, s.caches)]
+        if request.drafts:
+            stacks.append((engine.drafter.config.layers, s.drafter_caches))
+        return all(
+            COMMITS[layer.mixer] is addressed_by_position  # another mixer's cache holds its newest row alone
+            and (max(0, row - layer.window + 1) if layer.window else 0) + cache.k.shape[2] >= self.top
+            for layers, caches in stacks
+            for layer, cache in zip(layers, caches, strict=True)
+        )
+
+    def cut(self, count):
+        """Rows from `count` on are forgotten."""
+        del self.ids[count:]
+        self.injected = min(self.injected, count)
+        self.top = self.top if count else 0
+
+    def write(self, end):
+        """A pass is about to write rows up to `end`, not included: what it overwrites is lost from now on,
+        whether the pass ends or not."""
+        self.top = max(self.top, end)
+
+    def add(self, ids, waiting=None):
+        """Rows were written as a prompt's pass writes them. waiting: how many of all rows' context features
+        still wait for injection; None: these are not for the drafter."""
+        self.ids += ids
+        if waiting is not None:
+            self.injected = len(self.ids) - waiting
+
+    def follow(self, tokens, waiting):
+        """A round with rows like a prompt's committed tokens: its rows hold the anchor and all but the last
+        one."""
+        self.add([self.anchor, *tokens[:-1]], waiting)
+        self.anchor = tokens[-1]
