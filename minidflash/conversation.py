@@ -15,18 +15,18 @@ ENDED = "stop", "length"  # of themselves
 class Chat:
     """A conversation on an engine.
 
-    messages: what was said, dicts of role and content, the system text first; a list of one's own to read,
-    edit and keep. Every turn renders all of them, so that its reply is, bit for bit, that of
-    `generate(engine, messages)`; what the caches hold already of these ids, whoever ran them, is not run
-    again: on the CPU all of it, on a GPU the rows that were run as a prompt (`prefix.py`). Source: engine.md 6.
+    messages: what was said, dicts of role and content, the system text first; yours to read, edit and keep.
+    Every turn renders all of them, so that its reply is, bit for bit, that of `generate(engine, messages)`;
+    what the caches hold already of these ids, whoever ran them, is not run again: on the CPU all of it, on a
+    GPU the rows that were run as a prompt (prefix.py). Source: engine.md 6.
     """
 
     def __init__(self, engine, system=None, **options):
         """Begin a conversation.
 
         engine: Engine; other runs may use it between turns. system: str or None. options: keywords of
-        `generate` for every turn. Errors: TypeError for an unknown keyword; UserError for a bad value, what has
-        no place in a conversation, and a checkpoint that cannot chat.
+        `generate` for every turn. Errors: TypeError for an unknown keyword; UserError for a bad value, for
+        what has no place in a conversation, and for a checkpoint that cannot chat. Source: none.
         """
         if engine.tokenizer is None or not engine.tokenizer.has_chat_template:
             lacks = "tokenizer.json" if engine.tokenizer is None else "chat template"
@@ -46,8 +46,8 @@ class Chat:
 
         text: str. options: keywords for this turn alone. Returns a generator of Round. However it ends, what
         was yielded of the reply is kept; where that is no text, and the reply did not end of itself, the turn
-        is not. Errors: those of `minidflash.stream`; UserError for a generator that begins after another turn.
-        Source: none.
+        is forgotten. Errors: those of `minidflash.stream`; UserError for a generator that begins after
+        another turn. Source: none.
         """
         said, request = self.ask(text, **options)
         return self.rounds_of(said, request, Timing())
@@ -61,7 +61,8 @@ class Chat:
     def ask(self, text, **options):
         """Check a turn.
 
-        Arguments, errors: as `stream`. Returns (messages with the text as the last one, Request). Source: none.
+        Arguments, errors: as `stream`. Returns (messages with the text as the last one, Request).
+        Source: none.
         """
         self._check(options)
         if not instance("the message", text, str, "a text").strip():
@@ -91,6 +92,8 @@ class Chat:
         """Errors: UserError for options that have no place in a conversation, and those of `generate`."""
         found, _ = checked(self.engine, self.options | options)
         if found["raw"]:
-            raise UserError("raw has no place in a conversation: the chat template tells who speaks", "leave it out")
+            raise UserError(
+                "raw has no place in a conversation: the chat template tells who speaks", "leave it out"
+            )
         if found["samples"] > 1:
             raise UserError("samples has no place in a conversation: a turn has one reply", "leave it out")

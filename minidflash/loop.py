@@ -46,7 +46,7 @@ def accept(ops, s, width):
 def prefill(engine, s, request):
     """Run the prompt in chunks, inject every chunk's features, choose the first token of every sample.
 
-    A chunk may begin anywhere, so the first one begins behind what the caches hold, where the request resumes.
+    A chunk may begin anywhere; of a request that resumes the first one begins behind what the caches hold.
     Returns a list of (token, its logprobs as in Round) for `begin`.
     """
     ops, ids, total = engine.ops.for_prefill, request.ids, len(request.ids)

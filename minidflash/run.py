@@ -51,7 +51,8 @@ def finish(engine, request, rounds, timing, reason=None):
     timing.load_s, timing.jit_s = engine.load_s, engine.jit_s
     return Result.of(
         rounds, request.block if request.drafts else None, reason, timing, memory,
-        samples=request.sampling.samples, rows=(request.rows_reused, request.rows_run), prompt_tokens=len(request.ids), backend=engine.ops.name,
+        samples=request.sampling.samples, rows=(request.rows_reused, request.rows_run),
+        prompt_tokens=len(request.ids), backend=engine.ops.name,
         activations=engine.ops.activations, machine=machine_of(engine.ops), target=engine.target_name,
         drafter=engine.drafter_name if request.drafts else None, options=request.options,
     )  # fmt: skip

@@ -149,7 +149,10 @@ class Result:
     logprobs: list | None = None
 
     @classmethod
-    def of(cls, rounds, block, finish_reason=None, timing=None, memory_bytes=None, samples=1, rows=(0, 0), **facts):
+    def of(
+        cls, rounds, block, finish_reason=None, timing=None, memory_bytes=None, samples=1, rows=(0, 0),
+        **facts
+    ):  # fmt: skip
         """Gather a run's rounds.
 
         rounds: list of Round as streamed. block: B, None for plain decoding. finish_reason: of the last
