@@ -21,8 +21,12 @@ class Prefix:
     def begin(self, engine, s, request):
         """The first row that a prompt must run, from which on rows are forgotten: 0 where it may not reuse
         any. Its last row always runs, since the first token is chosen from it."""
+        from .layers import COMMITS, addressed_by_position
+
+        # What another mixer keeps is of its newest row alone.
+        mixers = {layer.mixer for layers, _ in parts(engine, s, request) for layer in layers}
         row = 0
-        if request.resumes:
+        if request.resumes and all(COMMITS[mixer] is addressed_by_position for mixer in mixers):
             most = min(self.injected if request.drafts else len(self.ids), len(request.ids) - 1)
             row = next((i for i in range(most) if self.ids[i] != request.ids[i]), most)
             row = row if self.reaches(engine, s, request, row) else 0
@@ -31,15 +35,9 @@ class Prefix:
 
     def reaches(self, engine, s, request, row):
         """Whether the caches hold the keys before `row` that rows from there on see."""
-        from .layers import COMMITS, addressed_by_position
-
-        stacks = [(engine.target.config.layers, s.caches)]
-        if request.drafts:
-            stacks.append((engine.drafter.config.layers, s.drafter_caches))
         return all(
-            COMMITS[layer.mixer] is addressed_by_position  # another mixer's cache holds its newest row alone
-            and (max(0, row - layer.window + 1) if layer.window else 0) + cache.k.shape[2] >= self.top
-            for layers, caches in stacks
+            (max(0, row - layer.window + 1) if layer.window else 0) + cache.k.shape[2] >= self.top
+            for layers, caches in parts(engine, s, request)
             for layer, cache in zip(layers, caches, strict=True)
         )
 
@@ -66,3 +64,9 @@ class Prefix:
         one."""
         self.add([self.anchor, *tokens[:-1]], waiting)
         self.anchor = tokens[-1]
+
+
+def parts(engine, s, request):
+    """(layers, their caches) of the models that take part in a run."""
+    target = engine.target.config.layers, s.caches
+    return [target, (engine.drafter.config.layers, s.drafter_caches)] if request.drafts else [target]

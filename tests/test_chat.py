@@ -6,7 +6,8 @@ import minidflash as md
 from minidflash.errors import UserError
 from tests import automaton, harmony
 
-# Words of the template: t40 system, t41 user, t42 assistant; a reply begins behind t5, which says t20 for ever.
+pytestmark = pytest.mark.usefixtures("one_thread")
+# t40 begins a system text, t41 a user's, t42 a reply; behind its t5 the automaton says t20 for ever.
 TEMPLATE = """{% for m in messages %}{% if m.role == "assistant" %}t42 t5 {{ m.content }} t43 {% else %}
 {{- "t40 " if m.role == "system" else "t41 " }}{{ m.content }} t43 {% endif %}{% endfor %}t42 t5"""
 FORGETS = TEMPLATE.replace("{{ m.content }} t43 {% else %}", "{{ m.content.split()[-1] }} t43 {% else %}")
@@ -92,9 +93,9 @@ def test_others_use_the_engine_between_turns(engine):
 def test_a_reply_of_channels_is_its_final_one(tmp_path):
     target, drafter = harmony.build(tmp_path)
     template = (  # words of its own; a reply begins within its analysis
-        "{% for m in messages %}{% if m.role == 'assistant' %}<|start|> assistant <|channel|> final <|message|> "
-        "{{ m.content }} <|end|> {% else %}<|start|> t9 <|message|> {{ m.content }} <|end|> {% endif %}"
-        "{% endfor %}<|start|> assistant <|channel|> analysis <|message|> t5"
+        "{% for m in messages %}{% if m.role == 'assistant' %}<|start|> assistant <|channel|> final "
+        "<|message|> {{ m.content }} <|end|> {% else %}<|start|> t9 <|message|> {{ m.content }} <|end|> "
+        "{% endif %}{% endfor %}<|start|> assistant <|channel|> analysis <|message|> t5"
     )
     (target / "chat_template.jinja").write_text(template, encoding="utf-8")
     engine = md.load(str(target), drafter=str(drafter), warm=False, ctx=256)
@@ -108,7 +109,7 @@ def test_a_reply_of_channels_is_its_final_one(tmp_path):
     assert cut.text == "" and chat.messages[-1]["content"] == "" and cut.finish_reason == "length"
 
 
-# ---- replies that do not end --------------------------------------------------------------------------------
+# ---- replies that do not end -------------------------------------------------------------------------------
 
 
 def test_a_stopped_reply_keeps_what_was_said(engine):
@@ -175,16 +176,14 @@ def test_a_stream_that_was_never_begun_says_nothing(engine):
     assert len(chat.messages) == 4
 
 
-# ---- what is refused -----------------------------------------------------------------------------------------
+# ---- what is refused ---------------------------------------------------------------------------------------
 
 
 def test_a_full_context_is_said_and_nothing_is_lost(tmp_path):
     chat = md.Chat(opened(tmp_path, ctx=40), **OPTIONS)
     chat.say("t9")
     before = list(chat.messages)
-    with pytest.raises(
-        UserError, match="34 prompt tokens and 12 new ones need 46 positions, 40 are"
-    ) as refusal:
+    with pytest.raises(UserError, match="34 prompt tokens and 12 new ones need 46 positions") as refusal:
         chat.say("t9 " * 12)
     assert refusal.value.hint == (
         "raise --ctx or lower --max-tokens or begin the conversation anew: /reset, or reset() of the Chat"
