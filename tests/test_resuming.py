@@ -23,6 +23,7 @@ IDS = np.random.default_rng(8).integers(0, 83, 400).tolist()
 WAYS = {
     "greedy": {"verify": 3},
     "drawn": {"verify": 4, "temperature": 1.0, "seed": 3},
+    "rejecting": {"verify": 4, "temperature": 1.0, "accept": "reject"},  # its text shows the drafter's bits
     "plain": {"verify": 1},
 }
 
