@@ -51,8 +51,8 @@ def prefill(engine, s, request):
     """
     ops, ids, total = engine.ops.for_prefill, request.ids, len(request.ids)
     taps = engine.drafter.config.taps if request.drafts else ()
-    reset(ops, s, 0)
     request.rows_reused, request.rows_run = s.prefix.begin(engine, s, request), 0
+    reset(ops, s, 0)
     for first in range(request.rows_reused, total, s.chunk):
         count = min(s.chunk, total - first)
         s.prefix.write(first + count)

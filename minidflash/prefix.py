@@ -9,13 +9,15 @@ class Prefix:
 
     It lies with the buffers that it tells of: whoever runs on them, what the next prompt reuses is found by
     comparing ids. ids: of the target's rows. anchor: the id behind the last row that a round left: chosen,
-    not run. injected: how many of the rows the drafter's caches hold. top: one past the last row written
-    since row 0 was; a ring lost the keys that lie its length before it.
+    not run. injected: how many of the rows the drafter's caches hold. waiting: how many of the last rows have
+    context features that wait for injection, where the last round left them. top: one past the last row
+    written since row 0 was; a ring lost the keys that lie its length before it.
     """
 
     ids: list = field(default_factory=list)
     anchor: int = -1
     injected: int = 0
+    waiting: int = 0
     top: int = 0
 
     def begin(self, engine, s, request):
@@ -27,11 +29,22 @@ class Prefix:
         mixers = {layer.mixer for layers, _ in parts(engine, s, request) for layer in layers}
         row = 0
         if request.resumes and all(COMMITS[mixer] is addressed_by_position for mixer in mixers):
+            if request.drafts:
+                self.inject_waiting(engine, s)
             most = min(self.injected if request.drafts else len(self.ids), len(request.ids) - 1)
             row = next((i for i in range(most) if self.ids[i] != request.ids[i]), most)
             row = row if self.reaches(engine, s, request, row) else 0
         self.cut(row)
         return row
+
+    def inject_waiting(self, engine, s):
+        """The drafter's caches get what waits, if the device is where the last whole round left it."""
+        from .drafter import inject_fresh
+
+        found = [int(engine.ops.download(number)[0]) for number in (s.start, s.fresh)]
+        if self.waiting and found == [len(self.ids), self.waiting]:
+            inject_fresh(engine.ops, engine.drafter, s)
+            self.injected, self.waiting = len(self.ids), 0
 
     def reaches(self, engine, s, request, row):
         """Whether the caches hold the keys before `row` that rows from there on see."""
@@ -44,7 +57,7 @@ class Prefix:
     def cut(self, count):
         """Rows from `count` on are forgotten."""
         del self.ids[count:]
-        self.injected = min(self.injected, count)
+        self.injected, self.waiting = min(self.injected, count), 0
         self.top = self.top if count else 0
 
     def write(self, end):
@@ -56,6 +69,7 @@ class Prefix:
         """Rows were written as a prompt's pass writes them. waiting: how many of all rows' context features
         still wait for injection; None: these are not for the drafter."""
         self.ids += ids
+        self.waiting = waiting or 0
         if waiting is not None:
             self.injected = len(self.ids) - waiting
 

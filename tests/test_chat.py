@@ -5,6 +5,7 @@ import pytest
 import minidflash as md
 from minidflash.errors import UserError
 from tests import automaton, harmony
+from tests.test_lossless import embedded
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 # t40 begins a system text, t41 a user's, t42 a reply; behind its t5 the automaton says t20 for ever.
@@ -48,18 +49,28 @@ def test_a_turn_runs_what_was_said_since(engine):
     assert first.text == " ".join(["t20"] * 12) and first.rounds == [8, 3]
     assert (first.stats.rows_reused, first.stats.rows_run) == (0, 10)
     second = chat.say("t9")
-    # The anchor has no row, and the features of the last round's three were not injected. Six words are new.
-    assert (second.stats.rows_reused, second.stats.rows_run) == (10 + 12 - 1 - 3, 4 + 6)
+    # The last token has no row; six words are new.
+    assert (second.stats.rows_reused, second.stats.rows_run) == (10 + 12 - 1, 1 + 6)
     assert [m["role"] for m in chat.messages] == ["system", "user", "assistant", "user", "assistant"]
-    assert second.to_json()["stats"]["rows_run"] == 10
+    assert second.to_json()["stats"]["rows_run"] == 7
     assert_fresh(chat, second)
     third = chat.say("t9 t10", temperature=1.0, seed=4, max_tokens=5)
-    assert third.stats.rows_reused == 36 and len(third.tokens) == 5
+    assert third.stats.rows_reused == 39 and len(third.tokens) == 5
     assert_fresh(chat, third, temperature=1.0, seed=4, max_tokens=5)
     chat.reset()
     assert chat.messages == [{"role": "system", "content": "t30 t31"}]
     fourth = chat.say("t9 t9")
     assert fourth.tokens == first.tokens and fourth.stats.rows_run == 1  # nothing else is new: the last row
+
+
+def test_a_conversation_with_the_embedded_pair():
+    """A published tokenizer and template: a reply's text is read as the ids that it was."""
+    chat = md.Chat(embedded(), "Answer in one sentence.", max_tokens=24, verify=4)
+    first = chat.say("My name is Ada. Greet me.")
+    second = chat.say("What is the sea?")
+    new = second.prompt_tokens - first.prompt_tokens - len(first.tokens)
+    assert second.stats.rows_run == new + 1 < 20
+    assert_fresh(chat, second)
 
 
 def test_what_was_said_may_be_changed(engine):
