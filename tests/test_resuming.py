@@ -76,7 +76,7 @@ def is_alike(engine):
 
 CASES = [
     pytest.param(p.values[0], pair, id=f"{p.id}-{pair}", marks=p.marks)
-    for p in parameters(["numba", "emulate", "cuda"])
+    for p in parameters()
     for name, kind in [p.values[0]]
     for pair in PAIRS
     if FULL or name == "cuda" or (name == "numba" and (kind == "bf16") == (PAIRS.index(pair) % 2 == 0))
