@@ -49,7 +49,7 @@ def keep_kv(
     for g in range(groups):
         k_at, v_at = at + g * size, at + (values + g) * size
         _keep_value(work, v_at, size, v_norm, eps, cache_v[g, row])
-        finish_head(work, k_at, size, bias[:0], 0, norm, norm_at, eps, cos, sin, p)
+        finish_head(work, k_at, size, bias[:0], np.int64(0), norm, norm_at, eps, cos, sin, p)
         keep_row(work[k_at : k_at + size], cache_k[g, row])
 
 

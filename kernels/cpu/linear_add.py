@@ -41,7 +41,7 @@ def _run(a, w, bias, norm, eps, scale, tap_row, tap_at, x, taps, work, none_f, n
             _end_row(t, bias, norm, eps, scale, tap_row, tap_at, x, taps, work, y_at, ld)
     else:
         for t in numba.prange(a.shape[0]):
-            _end_row(t, bias, norm, eps, scale, tap_row, tap_at, x, taps, work, y_at, ld)
+            _end_row(np.int64(t), bias, norm, eps, scale, tap_row, tap_at, x, taps, work, y_at, ld)
 
 
 def linear_add(backend, a, w, bias, norm, eps, scale, tap_row, tap_at, x, taps, work):
