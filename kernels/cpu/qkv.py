@@ -24,8 +24,8 @@ def _row(t, kv_heads, biases, norms, eps, tables, address, caches, q, work, y_at
     cache_k, cache_v = caches[0][slot[t]], caches[1][slot[t]]
     groups = len(cache_k)
     values = kv_heads - groups
-    keep_kv(work, at + kv_at, groups, values, size, kv_bias, np.int64(0), k_norm, np.int64(0), v_norm, eps, cos, sin, p, key[t],
-            cache_k, cache_v)  # fmt: skip
+    keep_kv(work, at + kv_at, groups, values, size, kv_bias, np.int64(0), k_norm, np.int64(0), v_norm, eps,
+            cos, sin, p, key[t], cache_k, cache_v)  # fmt: skip
 
 
 @jit(parallel=True)
