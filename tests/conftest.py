@@ -60,14 +60,14 @@ def parameters(backends=None, activations=("f32", "bf16")):
     ]
 
 
-def parameters_with(values, few, backends=None, activations=("f32", "bf16")):
+def parameters_with(values, few, backends=None, activations=("f32", "bf16"), **fewer):
     """Parameters (ops, value): every backend with all values; the emulator, which is slow, with `few` of
-    them, unless MINIDFLASH_FULL=1 asks for all."""
-    few = values if FULL else few
+    them, and a backend that `fewer` names with its own, unless MINIDFLASH_FULL=1 asks for all."""
+    of = {} if FULL else {"emulate": few} | fewer
     return [
         pytest.param(p.values[0], value, id=f"{p.id}-{value}", marks=p.marks)
         for p in parameters(backends, activations)
-        for value in (few if p.values[0][0] == "emulate" else values)
+        for value in of.get(p.values[0][0], values)
     ]
 
 

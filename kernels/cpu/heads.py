@@ -9,7 +9,7 @@ from .vector import row_dot
 
 @jit
 def _add(values, bias, at):
-    """values += bias[at:], where there is one. A loop: an expression of arrays takes seconds to compile."""
+    """values += bias[at:], where there is one."""
     if len(bias):
         for i in range(len(values)):
             values[i] += bias[at + i]

@@ -57,8 +57,8 @@ def _route_row(t, bias, normalise, expert_scale, pos, work, at, count, expert, s
         expert[t], share[t] = -1, 0
         return
     logits = work[at : at + count]
-    if len(bias):
-        logits += bias
+    for e in range(len(bias)):
+        logits[e] += bias[e]
     for e in range(count):
         if logits[e] != logits[e]:  # a NaN is the least likely
             logits[e] = F(-np.inf)
