@@ -34,6 +34,7 @@ CUTS = [
     split.Split(2, 2, 3, 3, 1), split.Split(1, 1, 8, 2, 2, 4), split.Split(2, 1, 4, 4, 1, 2, True),
     split.Split(3, 1, 3, 2, 1, 4, True, True),
 ]  # fmt: skip
+BATCHES = 3, 16, 27  # rows: each has kernels of its own
 
 
 @pytest.fixture
@@ -97,8 +98,15 @@ def test_every_order_of_blocks_warps_and_lanes_gives_the_same_bits(ops, rng, cut
 
 
 @on_gpu_backends
-@pytest.mark.parametrize("cut", CUTS, indirect=True, ids=[f"cut{i}" for i in range(len(CUTS))])
-@pytest.mark.parametrize("T", [3, 16, 27])
+@pytest.mark.parametrize(
+    "T, cut",
+    [
+        pytest.param(T, cut, id=f"{T}-cut{i}")
+        for i, cut in enumerate(CUTS)
+        for T in (BATCHES if FULL else [BATCHES[i % len(BATCHES)]])
+    ],
+    indirect=["cut"],
+)
 def test_every_cut_is_right(ops, rng, cut, T):
     case = test_linear.make(ops, rng, T, 123, 700, "bf16", True)
     fast_check(ops, "linear", case, test_linear.terms_of(case), C)

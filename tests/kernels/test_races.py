@@ -28,7 +28,7 @@ PLANTED = {
 CHECKED = {
     "test_fast_gemm": "37-77 or 17-16-40 or 5-123-77 or layers_end and 33-16-32 or shared_values and True"
     " or join and 3-2816 or inject and True-False or 17-80-509",
-    "test_fast_bits": "every_cut and (16-cut1 or 16-cut5 or 16-cut7)",
+    "test_fast_bits": "every_cut and (cut1 or cut5 or cut7)",
     "test_fast_attend": "many_pieces and 2040 or slots or later_row and (136-nan or large)",
     "test_fast_prefill": "70- or row_alone and linear-emulate or qkv_matches and True-True or inject"
     " or layers_end and True-True-264",
