@@ -41,6 +41,7 @@ class Ahead:
             0,
             deque(),
         )  # waiting: context features, as s.fresh says
+        self._is_alike = engine.ops.for_prefill is engine.ops  # rows have the bits of a prompt's
         rows = s.rows.experts
         self._touched = [rows.touched] if rows else []
         self._seen = [int(engine.ops.download(rows.touched)[0])] if rows else []
@@ -66,6 +67,8 @@ class Ahead:
         injected = self._waiting if is_injecting else None
         self._waiting = record.emitted + (0 if is_injecting else self._waiting)
         self.committed += record.emitted
+        if record.emitted and self._is_alike:
+            self.s.prefix.follow(record.tokens, self._waiting if self.request.drafts else None)
         logprobs = read[0][: record.emitted].tolist() if read else None
         seconds = max(cost, time.perf_counter() - since)
         return Started(width, injected, record, cost, seconds, logprobs, experts)
@@ -86,6 +89,7 @@ class Ahead:
         is_injecting = request.drafts and (width > 1 or self._waiting == s.block)
         keys = len(request.ids) + self.committed + coming + s.block
         read = s.record, *([s.logprob[:width]] if request.sampling.logprobs else []), *self._touched
+        s.prefix.write(keys)
         result = engine.ops.start(program(engine, s, request, width, is_injecting, keys), *read)
         self._started.append((width, is_injecting, result))
         return True
@@ -127,6 +131,7 @@ def prepare(engine, s, request):
     since = time.perf_counter()
 
     def seconds_of(width):
+        s.prefix.cut(0)  # rows from 0 on are written over
         for buffer, value in ((s.start, 0), (s.fresh, 0), (s.left, 2 * s.block), (s.done, 0), (s.anchor, 0)):
             engine.ops.upload(buffer, np.array([value], np.int32))
         keys = len(request.ids) + request.max_tokens + s.block
