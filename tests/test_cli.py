@@ -17,7 +17,6 @@ from minidflash.errors import UserError
 from tests import automaton
 from tests.golden_files import golden
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT = "9 " * 40 + "5"  # P(9x40,5) of the field log: the pair FX-B then says 20 for ever
 SCHEMA = json.loads((resources.files("minidflash") / "result.schema.json").read_text(encoding="utf-8"))
 

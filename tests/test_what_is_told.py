@@ -13,8 +13,6 @@ from minidflash.errors import UserError
 from minidflash.stats import Round, Stats
 from tests import automaton
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
