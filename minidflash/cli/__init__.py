@@ -24,6 +24,17 @@ examples:
 """
 
 
+TRACE = """Re-tell a run round by round: what was drafted, kept and rejected; or run it again to check it.
+
+examples:
+  minidflash generate "Why is the sky blue?" --trace run.jsonl
+  minidflash trace run.jsonl
+  minidflash trace run.jsonl --round 3
+  minidflash trace run.jsonl --html run.html
+  minidflash trace run.jsonl --check
+"""
+
+
 def make_parser():
     """The parser of all subcommands; `run` of what it returns is the subcommand's function."""
     parser = Parser(prog="minidflash", epilog=EXAMPLES,
@@ -89,9 +100,18 @@ def _bench(parser):
 
 def _trace(parser):
     parser.add_argument("file", metavar="FILE", help="what generate --trace wrote")
-    parser.add_argument("--round", metavar="N", type=whole(0), help="only this round; 0 is prefill's token")
+    parser.add_argument("--round", metavar="N", type=whole(0),
+                        help="only this round, position by position; 0 is prefill's token")  # fmt: skip
+    parser.add_argument("--html", metavar="OUT", help="write it as a page of its own, to open in a browser")
+    parser.add_argument("--check", action="store_true",
+                        help="run it again and compare every line but its times; code 1 where one is "
+                        "another now")  # fmt: skip
+    for role in ("target", "drafter"):
+        parser.add_argument(f"--{role}", metavar="FOLDER|ID",
+                            help=f"with --check: the {role}, where it is not what the file names, or has "
+                            "to be fetched")  # fmt: skip
     add_talk(parser)
-    parser.set_defaults(run=_lazy("trace", "tell"))
+    parser.set_defaults(run=_lazy("trace", "trace"))
 
 
 def _verify(parser):
@@ -131,7 +151,7 @@ COMMANDS = {
     "generate": (_generate, GENERATE),
     "info": (_info, "Say what this machine can run, what a checkpoint pair is, and the memory it needs."),
     "bench": (_bench, "Measure tokens a second with and without the drafter, by kind of prompt."),
-    "trace": (_trace, "Re-tell a run round by round: what was drafted, kept and rejected."),
+    "trace": (_trace, TRACE),
     "verify": (
         _verify,
         "Check on this machine that drafting changes no token and kernels agree with the oracle.",

@@ -19,13 +19,15 @@ def generate(args, interrupt=None):
     """Run the subcommand. args: parsed flags. interrupt: the Interrupt in force. Returns the exit code."""
     from ..chat import parse_template_arg
     from ..request import Request
-    from .trace import Trace
+    from ..trace.write import Trace
 
     interrupt = interrupt or Interrupt()
     options = {"max_tokens": args.max_tokens, "verify": args.verify, **sampling_wishes(args)}
     for name in ("stop", "ignore_eos", "block", "raw", "system"):
         if getattr(args, name):
             options[name] = getattr(args, name)
+    if args.trace is not None:
+        options["trace"] = True
     if args.chat_template_arg:
         options["template_args"] = dict(map(parse_template_arg, args.chat_template_arg))
     prompt = read_prompt(args)
@@ -137,12 +139,14 @@ def run(engine, request, args, interrupt, trace=None):
 
     timing, rounds, reason, is_streaming = Timing(), [], None, not (args.json or args.no_stream)
     gap = ""  # between answers; written once there is text behind it
+    if trace:
+        trace.begin(engine, request)
     try:
         for r in rounds_of(engine, request, timing):
             interrupt.engine = engine  # from now on the round is finished first
             rounds.append(r)
             if trace:
-                trace.write(r, engine.tokenizer)
+                trace.write(r)
             if is_streaming:
                 is_first = len(rounds) == 1 or rounds[-2].sample != r.sample
                 gap += BETWEEN * (is_first and r.sample > 0)
