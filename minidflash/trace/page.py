@@ -1,4 +1,4 @@
-"""`minidflash trace FILE --html OUT`: one page of its own, nothing fetched. page.html lays out what is counted here.
+"""`minidflash trace FILE --html OUT`: one page, nothing fetched. page.html lays out what is counted here.
 
 Texts come from strangers: jinja2 escapes every one of them, what a screen would obey is written out, and the
 page's own policy lets no script or style run but the two whose hashes it names.
@@ -7,18 +7,20 @@ page's own policy lets no script or style run but the two whose hashes it names.
 import base64
 import hashlib
 import json
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from importlib.resources import files
 from statistics import mean, median
 
 from ..errors import UserError, printable
 from ..stats import Stats, verify_rounds
+from ..values import told
 from .tell import verdict_of
 
 MOST_ROUNDS, MOST_DRAWN = 5000, 200  # of a page; in the timeline, which is about as wide as 200 screens
 STEP = 46.0  # units of the timeline for a plain step
-LANE = 64.0  # units of a chart's height
-ROUND = 9  # units of a round in the heatmap, and of a position
+ROUND = 13  # units of a round in the heatmap, and of a position
+LAW = "temperature", "top_k", "top_p", "min_p", "seed", "accept"
 HOST = "host"  # what no stage has of a round's seconds
 
 
@@ -55,7 +57,8 @@ def shown(text):
 
 def named(token):
     """What the token at hand is called where it is spoken of: its text, or what it is."""
-    return token.strip() or {"": "no text", "\n": "new line"}.get(token, "blank")
+    blank = "no text" if not token else "new line" if "\n" in token else "blank"
+    return token.strip() or blank
 
 
 def cells(recording):
@@ -74,10 +77,11 @@ def cells(recording):
                 who = "drafted, and kept" if is_kept else "the target's own"
             lost = [] if is_kept else [shown(one) for one in drafts[row:]]
             found.append({
-                "text": text, "kind": "kept" if is_kept else "own", "who": who, "round": number, "position": row + 1,
-                "id": line["ids"][row], "drafted": draft, "margin": margins[row] if row < len(margins) else None,
-                "kept": line["accepted"], "of": len(drafts), "lost": lost, "sample": line.get("sample", 0),
-                "lines": text.count("\n"), "name": named(text), "why": verdict_of(line, row)[1] if drafts else "",
+                "text": text, "kind": "kept" if is_kept else "own", "who": who, "round": number,
+                "position": row + 1, "id": line["ids"][row], "drafted": draft,
+                "margin": margins[row] if row < len(margins) else None, "kept": line["accepted"],
+                "of": len(drafts), "lost": lost, "sample": line.get("sample", 0), "lines": text.count("\n"),
+                "name": named(text), "why": verdict_of(line, row)[1] if drafts else "",
             })  # fmt: skip
     return found
 
@@ -90,33 +94,51 @@ def parts_of(r):
 
 
 def timeline(recording, plain):
-    """Two lanes on one clock, in units: bars of the rounds' stages, chips of their tokens, the plain steps."""
+    """Two lanes on one clock, in units: bars of rounds' stages, chips of their tokens, plain steps."""
     scale, at, bars, chips, steps = STEP / plain.seconds, 0.0, [], [], []
-    tokens = cells(recording)
-    drawn = [(n, r) for n, r in enumerate(recording.rounds) if r.verify > 0][:MOST_DRAWN]
-    for number, r in drawn:
+    by_round, sums = defaultdict(list), Counter()
+    for token in cells(recording):
+        by_round[token["round"]].append(token)
+    drawn = [(n, r) for n, r in enumerate(recording.rounds) if r.verify > 0]
+    for number, r in drawn[:MOST_DRAWN]:
         begin = at
         for stage, seconds in parts_of(r):
-            bars.append(
-                {"x": at, "width": seconds * scale, "stage": stage, "round": number, "ms": 1e3 * seconds}
-            )
-            at += seconds * scale
-        own = [t for t in tokens if t["round"] == number]
-        width = (at - begin) / max(1, len(own))
-        for i, token in enumerate(own):
-            chips.append(token | {"x": begin + i * width, "width": width, "cut": cut(token["text"], width)})
-            steps.append(token | {"x": len(steps) * STEP, "width": STEP, "cut": cut(token["text"], STEP)})
-    width = max(at, len(steps) * STEP)
-    seconds = width / scale
-    tick = next(
-        (t for t in (m * 10.0**e for e in range(-4, 4) for m in (1, 2, 5)) if t * scale >= 90), seconds
-    )
-    ticks = [{"x": i * tick * scale, "label": f"{i * tick:.4g} s"} for i in range(int(seconds / tick) + 1)]
+            width = seconds * scale
+            bars.append({"x": at, "width": width, "stage": stage, "round": number, "ms": 1e3 * seconds})
+            at, sums[stage] = at + width, sums[stage] + seconds
+        tokens = by_round[number]
+        width = (at - begin) / max(1, len(tokens))
+        for i, token in enumerate(tokens):
+            place = {"x": begin + i * width, "width": width, "cut": cut(token["text"], width)}
+            chips.append(token | place)
+            place = {"x": len(steps) * STEP, "width": STEP, "cut": cut(token["text"], STEP)}
+            steps.append(token | place)
+    width, plain_end = max(at, len(steps) * STEP), len(steps) * STEP
     return {
-        "bars": bars, "chips": chips, "steps": steps, "ticks": ticks, "width": width, "end": at,
-        "plain_end": len(steps) * STEP, "rounds": len(drawn), "seconds": at / scale,
-        "plain_seconds": len(steps) * plain.seconds,
+        "bars": bars, "chips": chips, "steps": steps, "ticks": ticks_of(width, scale), "width": width,
+        "end": at, "plain_end": plain_end, "rounds": min(len(drawn), MOST_DRAWN),
+        "is_all": len(drawn) <= MOST_DRAWN, "seconds": at / scale, "plain_seconds": plain_end / scale,
+        "race": race_of(sums, plain_end / scale),
     }  # fmt: skip
+
+
+def ticks_of(width, scale):
+    """Marks of an axis at 1, 2 or 5 times a power of ten seconds, 90 units apart or more."""
+    steps = (m * 10.0**e for e in range(-6, 10) for m in (1, 2, 5))
+    tick = next((step for step in steps if step * scale >= 90), width / scale)
+    count = int(width / scale / tick) + 1
+    return [{"x": i * tick * scale, "label": f"{i * tick:.4g} s"} for i in range(count)]
+
+
+def race_of(sums, plain_seconds):
+    """(lane, its parts in hundredths of the longer one, seconds) of both lanes. sums: {stage: seconds}."""
+    drafted = sum(sums.values())
+    longest, at, parts = max(drafted, plain_seconds) or 1.0, 0.0, []
+    for stage, seconds in sums.items():
+        parts.append({"stage": stage, "x": at, "width": 100 * seconds / longest})
+        at += 100 * seconds / longest
+    plain = [{"stage": "verify", "x": 0.0, "width": 100 * plain_seconds / longest}]
+    return [("with the drafter", parts, drafted), ("plain decoding", plain, plain_seconds)]
 
 
 def cut(text, width):
@@ -127,7 +149,7 @@ def cut(text, width):
 
 
 def acceptance(recording):
-    """By position 1..B-1: kept / reached, and how many of the rounds that verified it kept all up to there."""
+    """By position 1..B-1: kept / reached, and how many of the rounds verifying it kept all up to there."""
     block = recording.block
     rounds = [r for r in verify_rounds(recording.rounds, block) if r.verify > 1]
     found = []
@@ -147,23 +169,26 @@ def heat(recording):
         if r.verify > 1:
             drafts = r.verify - 1
             stop = int(r.accepted < drafts)
-            found.append({"round": number, "kept": r.accepted, "stop": stop, "rest": drafts - r.accepted - stop,
-                          "of": drafts})  # fmt: skip
+            rest = drafts - r.accepted - stop
+            found.append({"round": number, "kept": r.accepted, "stop": stop, "rest": rest, "of": drafts})
     return found
 
 
 def break_even(recording, plain):
-    """How fast drafting rounds were beside plain ones, by tau; None where the run had none, or no plain step."""
+    """How fast drafting rounds were beside plain ones, by tau; None without either."""
     rounds = [r for r in recording.rounds if r.verify > 1 and r.tokens]
     if not rounds or plain is None:
         return None
     cost, tau = mean(r.seconds for r in rounds), mean(len(r.tokens) for r in rounds)
     if not cost:
         return None
-    most = max(recording.block, 2)
+    most = max(r.verify for r in rounds)
     top = max(1.5, most * plain.seconds / cost)
-    return {"cost": cost, "tau": tau, "needed": cost / plain.seconds, "speed": tau * plain.seconds / cost,
-            "most": most, "top": top, "first": plain.seconds / cost, "last": most * plain.seconds / cost}  # fmt: skip
+    first = plain.seconds / cost
+    return {
+        "cost": cost, "tau": tau, "needed": 1 / first, "speed": tau * first, "most": most, "top": top,
+        "first": first, "last": most * first,
+    }  # fmt: skip
 
 
 def facts(recording, plain):
@@ -175,14 +200,15 @@ def facts(recording, plain):
     found = [("target", header["target"]), ("drafter", header["drafter"] or "none: plain decoding")]
     for role, names in header["files"].items():
         found.append((f"{role} files", ", ".join(f"{name} {value[:12]}" for name, value in names.items())))
-    found += [("backend", f"{header['backend']}, {header['activations']}"), ("machine", header["machine"]),
-              ("prompt", f"{len(header['prompt'])} tokens"), ("context", f"{header['ctx']} positions")]  # fmt: skip
+    found += [
+        ("backend", f"{header['backend']}, {header['activations']}"), ("machine", header["machine"]),
+        ("prompt", f"{len(header['prompt'])} tokens"), ("context", f"{header['ctx']} positions"),
+    ]  # fmt: skip
     if header["drafter"]:
         found.append(("block", f"{options['block']}, rows verified: {options.get('verify', 'auto')}"))
     if options.get("temperature", 0):
-        law = [f"{name} {options[name]}" for name in ("temperature", "top_k", "top_p", "min_p", "seed", "accept")
-               if name in options]  # fmt: skip
-        found.append(("sampling", ", ".join(law)))
+        law = ", ".join(f"{name} {told(options[name])}" for name in LAW if name in options)
+        found.append(("sampling", law))
     if plain:
         found.append(("plain step", f"{1e3 * plain.seconds:.2f} ms, {plain.how}"))
     return [*found, ("written by", f"minidflash {header['version']}")]
@@ -203,6 +229,20 @@ def headline(recording, plain):
         found.append((f"{tokens / seconds:.1f}", "tokens a second after the first"))
         if plain and recording.block:
             found.append((f"{tokens * plain.seconds / seconds:.2f} ×", "plain decoding's speed"))
+    return found
+
+
+def table(recording):
+    """The rounds in words and numbers, for who does not look at pictures."""
+    found = []
+    for line in recording.lines:
+        texts = line.get("id_texts") or map(str, line["ids"])
+        lost = (line.get("draft_texts") or list(map(str, line["drafts"])))[line["accepted"] :]
+        found.append({
+            "rows": line["verify"], "kept": line["accepted"], "of": len(line["drafts"]),
+            "tokens": shown("|".join(texts)), "lost": shown("|".join(lost)),
+            "injected": line.get("injected", "-"), "ms": 1e3 * line["seconds"],
+        })  # fmt: skip
     return found
 
 
@@ -227,11 +267,12 @@ def render(recording, name):
     is_timed = plain is not None and plain.seconds > 0 and any(line["verify"] for line in recording.lines)
     return environment.from_string(html).render(
         name=shown(str(name)), css=trusted(css), script=trusted(script), css_hash=digest(css), tokens=tokens,
-        script_hash=digest(script), data=trusted(as_json(tokens)), lines=recording.lines, lane=LANE, step=ROUND,
+        script_hash=digest(script), data=trusted(as_json(tokens)), table=table(recording), step=ROUND,
         facts=[(key, shown(value)) for key, value in facts(recording, plain)], plain=plain,
         numbers=headline(recording, plain), rows=acceptance(recording) if recording.block else [],
-        heat=heat(recording), even=break_even(recording, plain), shown=shown, host=HOST,
+        heat=heat(recording), even=break_even(recording, plain), host=HOST,
         time=timeline(recording, plain) if is_timed else None, block=recording.block,
+        widest=max((line["verify"] for line in recording.lines), default=1),
     )  # fmt: skip
 
 
@@ -247,8 +288,11 @@ def digest(text):
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
+# Of a token, by the page's script.
+TOLD = "who", "round", "position", "id", "drafted", "margin", "kept", "of", "text", "name", "why"
+
+
 def as_json(tokens):
     """What page.js reads of the tokens, as JSON inside of a script element: no `<` may end it."""
-    told = [{key: t[key] for key in ("who", "round", "position", "id", "drafted", "margin", "kept", "of", "text",
-                                     "name", "why")} for t in tokens]  # fmt: skip
-    return json.dumps(told).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    text = json.dumps([{key: token[key] for key in TOLD} for token in tokens])
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

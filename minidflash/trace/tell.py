@@ -43,7 +43,7 @@ def tell_rows(line, paint):
         draft = drafts[row + 1] if row + 1 < len(drafts) else ""
         style, verdict = verdict_of(line, row)
         far = "" if margin is None else f"{margin:.3g}"
-        cells = f"{line['start'] + row + 1:8}  {paint(style, draft)}{'':{width - len(draft)}}"
+        cells = f"{row + 1:8}  {paint(style, draft)}{'':{width - len(draft)}}"
         lines.append(f"      {cells}  {want:<{most}}  {far:>8}  {verdict}")
     return lines
 
@@ -58,7 +58,7 @@ def verdict_of(line, row):
         return "kept", f"kept, and cut off: the run ended ({line['finish_reason']})" if is_cut else "kept"
     if is_cut:
         return "own", f"cut off: the run ended ({line['finish_reason']})"
-    if line["choice"][row] is None:
+    if line.get("choice", line["ids"])[row] is None:
         return "rejected", "the target's logits were not finite"
     if row < drafts:
         return "rejected", "rejected: the target wanted another, and the round stopped here"
