@@ -174,6 +174,8 @@ def test_a_check_confirms_a_run_and_finds_another(traced, mdf, tmp_path):
         code, out, _ = checked(len(lines) - 1, **change)
         assert code == 1 and f"FAILED: round {count - 1}: {words} " in out and len(out.splitlines()) == 1
     assert checked(1, seconds=5.0, stages={"prefill": 0.1})[0] == 0, "times are not compared"
+    options = lines[0]["options"] | {"verify": 3}
+    assert checked(0, options=options)[0] == 0, "rounds are as wide as they were"
     code, out, err = checked(0, files={"target": {"config.json": "0" * 64}}, machine="another\x1b[1m")
     assert code == 1 and "FAILED: target config.json: '0000" in out
     assert "the trace was made on another\\x1b[1m" in err

@@ -14,7 +14,7 @@
     ["drafted", t.drafted === null ? "nothing" : show(t.drafted)],
     ["wanted", show(t.text)],
     ["margin", t.margin === null ? "not told" : `${t.margin.toPrecision(3)} above the second choice`],
-    ["so", t.why],
+    ["so", t.why === "kept" ? "" : t.why],
   ];
 
   function tell(i) {

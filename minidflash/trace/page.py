@@ -75,7 +75,7 @@ def cells(recording):
                 who = "chosen by the target after the prompt"
             else:
                 who = "drafted, and kept" if is_kept else "the target's own"
-            lost = [] if is_kept else [shown(one) for one in drafts[row:]]
+            lost = [] if is_kept else [shown(one).replace("\n", "↵") for one in drafts[row:]]
             found.append({
                 "text": text, "kind": "kept" if is_kept else "own", "who": who, "round": number,
                 "position": row + 1, "id": line["ids"][row], "drafted": draft,
