@@ -1,7 +1,6 @@
 """Traces: what they say is what happened, tracing changes nothing, a check finds what is not so."""
 
 import json
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -70,13 +69,6 @@ def test_tracing_changes_no_token_and_tells_every_row(engine, case):
         assert all((r.detail.margins is not None) == greedy for r in rounds)
 
 
-def test_every_context_feature_is_injected_once(engine):
-    rounds = rounds_of(engine, verify=6)
-    assert rounds[0].detail.injected == len(PROMPT)
-    for before, r in pairwise(rounds[1:]):
-        assert r.detail.injected == len(before.tokens)
-
-
 def test_margins_are_those_of_plain_decoding_bit_for_bit(engine):
     """Of rows whose drafts were kept; and they are what the logits say."""
     drafted, plain = rounds_of(engine, verify=8), rounds_of(engine, drafter=False)
@@ -94,6 +86,18 @@ def test_margins_are_those_of_plain_decoding_bit_for_bit(engine):
     )
     top = np.sort(ops.download(logits)[0, : model.ids])
     assert np.float32(last.margins[0]) == top[-1] - top[-2]
+
+
+def test_the_emulated_card_is_traced_alike():
+    """Margins of a round do not depend on its rows there either."""
+    engine = engine_of("qwen3-tiny", "dflash-qwen3-trained", "emulate", "bf16")
+    options = {"max_tokens": 4, "verify": 4}
+    drafted, plain = rounds_of(engine, **options), rounds_of(engine, max_tokens=4, drafter=False)
+    untraced = rounds_of(engine, trace=False, **options)
+    assert [r.tokens for r in untraced] == [r.tokens for r in drafted]
+    margins = [margin for r in drafted for margin in r.detail.margins[: len(r.tokens)]]
+    assert margins == [r.detail.margins[0] for r in plain]
+    assert all(set(r.detail.stages) == {"inject", "draft", "verify", "accept"} for r in drafted[1:])
 
 
 def test_times_of_rounds_under_way_are_not_mixed(engine, monkeypatch):
@@ -142,6 +146,19 @@ def traced(folders, tmp_path_factory):
     ids = ["--tokens", "9 " * 20 + "5", "-n", "20", "--ignore-eos"]
     assert main(["generate", *pair, *ids, "--trace", str(path)]) == 0
     return path
+
+
+def test_every_context_feature_is_injected_once(traced):
+    """Prefill injects the prompt's; a round those that wait, its own then wait for the next one."""
+    lines, waiting = read(traced).lines, 0
+    assert lines[0]["injected"] == 21 and len({line["injected"] for line in lines}) > 2
+    for line in lines[1:]:
+        if "inject" in line["stages"]:
+            assert line["injected"] == waiting
+            waiting = 0
+        else:
+            assert line["injected"] == 0
+        waiting += len(line["ids"])
 
 
 def test_a_header_says_what_to_run(traced, folders):

@@ -71,7 +71,9 @@ def _generate(parser):
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print one JSON object at the end, and no text")
     output.add_argument("--stats", action="store_true", help="print statistics on stderr after the text")
-    output.add_argument("--trace", metavar="FILE", help="write one JSON line a round; see minidflash trace")
+    output.add_argument("--trace", metavar="FILE",
+                        help="write what is run, with hashes of its files, then a JSON line a round; see "
+                        "minidflash trace")  # fmt: skip
     output.add_argument("--no-stream", action="store_true", help="print the text when it is complete")
     add_machine(parser)
     parser.set_defaults(run=_lazy("generate", "generate"))
@@ -100,12 +102,13 @@ def _bench(parser):
 
 def _trace(parser):
     parser.add_argument("file", metavar="FILE", help="what generate --trace wrote")
-    parser.add_argument("--round", metavar="N", type=whole(0),
-                        help="only this round, position by position; 0 is prefill's token")  # fmt: skip
-    parser.add_argument("--html", metavar="OUT", help="write it as a page of its own, to open in a browser")
-    parser.add_argument("--check", action="store_true",
-                        help="run it again and compare every line but its times; code 1 where one is "
-                        "another now")  # fmt: skip
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--round", metavar="N", type=whole(0),
+                      help="only this round, position by position; 0 is prefill's token")  # fmt: skip
+    what.add_argument("--html", metavar="OUT", help="write it as a page of its own, to open in a browser")
+    what.add_argument("--check", action="store_true",
+                      help="run it again and compare every line but its times; code 1 where one is another "
+                      "now")  # fmt: skip
     for role in ("target", "drafter"):
         parser.add_argument(f"--{role}", metavar="FOLDER|ID",
                             help=f"with --check: the {role}, where it is not what the file names, or has "

@@ -205,7 +205,7 @@ def facts(recording, plain):
         ("prompt", f"{len(header['prompt'])} tokens"), ("context", f"{header['ctx']} positions"),
     ]  # fmt: skip
     if header["drafter"]:
-        found.append(("block", f"{options['block']}, rows verified: {options.get('verify', 'auto')}"))
+        found.append(("block", f"{options['block']}, rows verified: {told(options.get('verify'))}"))
     if options.get("temperature", 0):
         law = ", ".join(f"{name} {told(options[name])}" for name in LAW if name in options)
         found.append(("sampling", law))
