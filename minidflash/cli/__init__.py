@@ -22,8 +22,14 @@ examples:
   cat letter.txt | minidflash generate -n 400 --system "Answer this letter." --stats
   minidflash generate --target FOLDER --drafter FOLDER --tokens "5 9 9" --json
 """
+VERIFY = """Check on this machine that drafting changes no token and kernels agree with the oracle.
 
-
+examples:
+  minidflash verify
+  minidflash verify --layers --json found.json
+  minidflash verify --layers --target FOLDER --drafter FOLDER --reference golden.safetensors
+  minidflash verify --kernel qkv --shape qwen3-8b,T=5
+"""
 TRACE = """Re-tell a run round by round: what was drafted, kept and rejected; or run it again to check it.
 
 examples:
@@ -121,6 +127,20 @@ def _verify(parser):
     add_pair(parser)
     how = add_how(parser, max_tokens=32)
     how.add_argument("--prompts", metavar="FILE", help="as in bench; the first of each kind is used")
+    inside = parser.add_argument_group("inside")
+    inside.add_argument("--layers", action="store_true",
+                        help="instead: the shortest prompt and three rounds, stage by stage, against a "
+                             "float64 pair with its own loop; names the first stage that is off")  # fmt: skip
+    inside.add_argument("--reference", metavar="FILE",
+                        help="with --layers: and against a golden.safetensors, on its prompt (it also tells "
+                             "what is read wrongly from the files)")  # fmt: skip
+    inside.add_argument(
+        "--kernel", metavar="NAME", help="instead: one kernel of the table against the oracle"
+    )
+    inside.add_argument("--shape", metavar="S",
+                        help="its sizes: letters of the table, perhaps behind a model's name, as in "
+                             "qwen3-8b,T=5 or T=5,D=64; default those of a small model")  # fmt: skip
+    inside.add_argument("--json", metavar="FILE", help="with --layers or --kernel: write all numbers there")
     add_machine(parser)
     parser.set_defaults(run=_lazy("verify", "verify"))
 
@@ -155,10 +175,7 @@ COMMANDS = {
     "info": (_info, "Say what this machine can run, what a checkpoint pair is, and the memory it needs."),
     "bench": (_bench, "Measure tokens a second with and without the drafter, by kind of prompt."),
     "trace": (_trace, TRACE),
-    "verify": (
-        _verify,
-        "Check on this machine that drafting changes no token and kernels agree with the oracle.",
-    ),
+    "verify": (_verify, VERIFY),
     "kernels": (_kernels, "Print the signature table, or explain one kernel of it."),
 }
 

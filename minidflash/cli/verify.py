@@ -13,9 +13,9 @@ from .generate import open_engine
 from .ladder import gpu_functions
 from .terminal import write, write_lines
 
-# Dims of no model that every fast kernel takes.
 # Optional arguments with which a row has a kernel of its own on a GPU: it is run without them too.
 OWN_KERNEL = {"linear_add": ("norm", "scale")}
+# Dims of no model that every fast kernel takes.
 SIZES = {"T": 5, "N": 1, "D": 48, "H": 4, "G": 2, "K": 64, "F": 40, "V": 37, "C": 96, "S": 24, "P": 32,
          "J": 8, "B": 5, "L": 2, "R": 5, "M": 5, "X": 1, "Y": 5, "E": 6, "U": 2}  # fmt: skip
 MOST_LOGITS = 4096  # of a model's vocabulary
@@ -23,13 +23,34 @@ TOLERANCE = {"f32": 1e-4, "bf16": 2e-2}  # of the largest value of an array
 
 
 def verify(args, interrupt=None):
-    """Run the subcommand: prints one line a check. Returns 0, or 1 when one failed."""
+    """Run the subcommand: prints one line a check. Returns 0, or 1 when one failed. --layers and --kernel run
+    another one each."""
+    refuse_idle(args)
+    if args.kernel:
+        from .one_kernel import verify_kernel
+
+        return verify_kernel(args)
+    if args.layers:
+        from .verify_layers import verify_layers
+
+        return verify_layers(args)
     prompts = first_of_each_kind(read_prompts(args.prompts))
     engine = open_engine(args)
     kernels = kernel_checks(engine.ops, widths_of(engine))
     failed = tell(chain(kernels, lossless_checks(engine, prompts, args)), args.quiet)
     write(f"{failed} checks failed\n" if failed else "all checks passed\n")
     return 1 if failed else 0
+
+
+def refuse_idle(args):
+    """Refuse a flag that would change nothing. Errors: UserError naming it."""
+    for flag, needs in (("reference", "layers"), ("shape", "kernel")):
+        if getattr(args, flag) and not getattr(args, needs):
+            raise UserError(f"--{flag} has no effect without --{needs}", f"add --{needs}")
+    if args.layers and args.kernel:
+        raise UserError("--layers and --kernel are two checks", "leave out one of them")
+    if args.json and not (args.layers or args.kernel):
+        raise UserError("--json has no effect without --layers or --kernel", "add one of them")
 
 
 def tell(checks, is_quiet):
@@ -224,7 +245,8 @@ def _special(sizes):
     """Values of scalars and of integer arguments, by name; every other integer argument is 0."""
     from minidflash.kernels.oracle_moe import group
 
-    rows, expert = np.arange(sizes["T"]), np.array([0, 3, 3, 5, 1, 0, 5, 3, 4, 1])
+    rows = np.arange(sizes["T"])
+    expert = np.resize([0, 3, 3, 5, 1, 0, 5, 3, 4, 1], sizes["T"] * sizes["U"]) % sizes["E"]
     first, order = group(expert, sizes["E"])
     return {
         "eps": 1e-6, "scale": 0.25, "window": 4, "causal": 1, "limit": sizes["V"] - 3, "tap_at": sizes["D"],
