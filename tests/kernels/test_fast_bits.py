@@ -205,7 +205,8 @@ OTHERS = [
     ("qkv", {"NORMED": 0}),
     ("gate_up", {"NORMED": 0}),
     ("gate_up", {"ACT": GELU_TANH}),
-]  # kernels under defines that are not the default
+    ("head_margin", {}),
+]  # kernels under defines that are not the default, and of a row's other form
 
 
 @needs_nvrtc
