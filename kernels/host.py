@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 
-from . import oracle
+from . import fp8, oracle
 from .blocks import KINDS, widened
 from .ops import storage
 from .table import ROWS
@@ -135,7 +135,9 @@ class OracleBackend(HostBackend):
 
 def widen(tensor):
     """The array of a checkpoint tensor in a type the kernels know: bf16 bits or f32 (F16 and MXFP4 widen
-    exactly, the kinds of blocks.py to what they stand for)."""
+    exactly, FP8 and the kinds of blocks.py to what they stand for)."""
+    if tensor.dtype == "FP8":
+        return fp8.widened(tensor.array, tensor.scales)
     if tensor.dtype == "MXFP4":
         return oracle.mxfp4(tensor.array, tensor.scales)
     if tensor.dtype.lower() in KINDS:

@@ -58,6 +58,7 @@ class Ahead:
             0,
             deque(),
         )  # waiting: context features, as s.fresh says
+        self._is_alike = engine.ops.for_prefill is engine.ops  # rows have the bits of a prompt's
         rows = s.rows.experts
         self._touched = [rows.touched] if rows else []
         self._seen = [int(engine.ops.download(rows.touched)[0])] if rows else []
@@ -86,6 +87,8 @@ class Ahead:
         self._waiting = record.emitted + (0 if one.is_injecting else self._waiting)
         self.committed += record.emitted
         self._anchor = record.tokens[-1] if record.tokens else None
+        if record.emitted and self._is_alike:
+            self.s.prefix.follow(record.tokens, self._waiting if self.request.drafts else None)
         logprobs = read["logprob"][: record.emitted].tolist() if "logprob" in read else None
         seconds = max(cost, time.perf_counter() - since)
         return Started(one.width, injected, record, cost, seconds, logprobs, experts, detail)
@@ -118,6 +121,7 @@ class Ahead:
             read["margin"] = s.margin[:width]
         if self._touched:
             read["touched"] = self._touched[0]
+        s.prefix.write(keys)
         recorded = program(engine, s, request, width, is_injecting, keys, self._turn())
         result = engine.ops.start(recorded, *read.values())
         self._started.append(UnderWay(width, is_injecting, result, tuple(read), recorded.clock))
@@ -176,6 +180,7 @@ def prepare(engine, s, request):
     since = time.perf_counter()
 
     def seconds_of(width):
+        s.prefix.cut(0)  # rows from 0 on are written over
         for buffer, value in ((s.start, 0), (s.fresh, 0), (s.left, 2 * s.block), (s.done, 0), (s.anchor, 0)):
             engine.ops.upload(buffer, np.array([value], np.int32))
         keys = len(request.ids) + request.max_tokens + s.block

@@ -51,13 +51,16 @@ def accept(ops, s, width):
 def prefill(engine, s, request):
     """Run the prompt in chunks, inject every chunk's features, choose the first token of every sample.
 
+    A chunk may begin anywhere; of a request that resumes the first one begins behind what the caches hold.
     Returns a list of (token, its logprobs as in Round, its margin as in Detail) for `begin`.
     """
     ops, ids, total = engine.ops.for_prefill, request.ids, len(request.ids)
     taps = engine.drafter.config.taps if request.drafts else ()
+    request.rows_reused, request.rows_run = s.prefix.begin(engine, s, request), 0
     reset(ops, s, 0)
-    for first in range(0, total, s.chunk):
+    for first in range(request.rows_reused, total, s.chunk):
         count = min(s.chunk, total - first)
+        s.prefix.write(first + count)
         rows, where = s.rows.first(count), np.arange(first, first + count, dtype=np.int32)
         values = ids[first : first + count], np.zeros(count), where, where, where, where + 1, where - first
         for buffer, value in zip(rows.staged, values, strict=True):
@@ -65,6 +68,8 @@ def prefill(engine, s, request):
         target.forward(ops, engine.target, s, rows, taps)
         if taps:
             drafter.inject(ops, engine.drafter, s, s.taps[:count], rows.slot, rows.pos)
+        s.prefix.add(ids[first : first + count], 0 if taps else None)
+        request.rows_run += count
     for buffer, value in ((s.start, total - 1), (s.left, request.max_tokens)):
         ops.upload(buffer, np.array([value], np.int32))
     last, pick, law, firsts = s.rows.first(count), device_ids(ops, [count - 1]), request.sampling, []
@@ -83,6 +88,8 @@ def begin(engine, s, request, number, first):
     Rows of an earlier sample are overwritten."""
     ops = engine.ops
     request.sampling.place(ops, s, number)
+    s.prefix.cut(len(request.ids))
+    s.prefix.anchor = first[0]
     ops.upload(s.choice[:1], np.array([first[0]], np.int32))
     accept(ops, s, 1)
     ops.upload(s.fresh, np.zeros(1, np.int32))  # the prompt's features are all injected
@@ -103,7 +110,9 @@ def rounds_of(engine, request, timing):
             raise not_finite(len(request.ids) - 1)
         behind_prompt = snapshot(engine.ops, s, 0) if len(firsts) > 1 else None
         for number, first in enumerate(firsts):
-            if number:
+            if number and not s.prefix.reaches(engine, s, request, len(request.ids)):
+                prefill(engine, s, request)  # the answer before it wrote over a ring's keys
+            elif number:
                 restore(engine.ops, s, 0, behind_prompt)
             reason = yield from sample_rounds(engine, s, request, timing, number, first)
             if reason == "interrupted":
@@ -150,7 +159,7 @@ def sample_rounds(engine, s, request, timing, number, first):
 
 def detail_of_prefill(request, number, first, seconds):
     """Detail of the round that prefill is; the samples behind the first one go on from where it was."""
-    last, features = len(request.ids) - 1, len(request.ids) if request.drafts and not number else 0
+    last, features = len(request.ids) - 1, request.rows_run if request.drafts and not number else 0
     stages = {} if number else {"prefill": seconds}
     return Detail.of(request.ids[last], last, features, np.array(first[:1]), first[2], stages)
 

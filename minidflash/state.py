@@ -9,6 +9,8 @@ import numpy as np
 
 from minidflash.kernels import record
 
+from .prefix import Prefix
+
 
 @dataclass
 class Rows:
@@ -138,7 +140,7 @@ class State:
     mass: [N, B, V], the laws that drafts were drawn from; None where drafts are the likeliest tokens. narrow:
     [N, B, Y], the same as a reduced head has them.
     caches, drafter_caches: a Cache a layer. injected: the drafter's, all layers in one, (L, N, G, S, K): one
-    pass injects into all of them.
+    pass injects into all of them. prefix: which ids' rows the caches hold.
     """
 
     slots: int
@@ -174,6 +176,7 @@ class State:
     injected: Cache | None
     work: Any
     memory: dict
+    prefix: Prefix
 
 
 def make_state(ops, target, drafter, stop_ids, slots, ctx, block, chunk, rejects=False):
@@ -233,6 +236,7 @@ def make_state(ops, target, drafter, stop_ids, slots, ctx, block, chunk, rejects
         narrow=narrow, rows=rows, draft_rows=draft_rows,
         context_slot=ops.array((wide,), "i32"), context_pos=ops.array((wide,), "i32"), taps=taps,
         features=features, caches=caches, injected=injected, work=work, memory=memory,
+        prefix=Prefix(),
         drafter_caches=[Cache(k, v) for k, v in zip(injected.k, injected.v, strict=True)] if injected else [],
     )  # fmt: skip
 

@@ -74,7 +74,8 @@ class Stats:
     committed something; prefill is not one, and plain decoding has none. drafted: verified drafts. accepted:
     drafts kept by verification. acceptance_by_position: for positions 1..B-1 of the block accepted / reached,
     where one is reached when it was verified and all before it were accepted; None where it never was.
-    verify: v of each round. block: B, None for plain decoding. Source: engine.md 5, F41.
+    verify: v of each round. block: B, None for plain decoding. rows_reused, rows_run: rows of the prompt that
+    the caches held, and that were run. Source: engine.md 5, F41.
     """
 
     tau: float | None
@@ -84,12 +85,15 @@ class Stats:
     acceptance_by_position: list[float | None]
     verify: list[int]
     block: int | None
+    rows_reused: int = 0
+    rows_run: int = 0
 
     @classmethod
-    def of(cls, rounds, block):
+    def of(cls, rounds, block, rows_reused=0, rows_run=0):
         """Count over the rounds of one run.
 
-        rounds: list of Round. block: B the drafter drafted at, None for plain decoding. Returns Stats.
+        rounds: list of Round. block: B the drafter drafted at, None for plain decoding. rows_reused,
+        rows_run: as in the class. Returns Stats.
         Errors: none. Source: engine.md 5.
         """
         counted = verify_rounds(rounds, block)
@@ -106,6 +110,8 @@ class Stats:
             acceptance_by_position=by_position,
             verify=[r.verify for r in counted],
             block=block,
+            rows_reused=rows_reused,
+            rows_run=rows_run,
         )
 
     def to_json(self):
@@ -174,13 +180,16 @@ class Result:
     logprobs: list | None = None
 
     @classmethod
-    def of(cls, rounds, block, finish_reason=None, timing=None, memory_bytes=None, samples=1, **facts):
+    def of(
+        cls, rounds, block, finish_reason=None, timing=None, memory_bytes=None, samples=1, rows=(0, 0),
+        **facts
+    ):  # fmt: skip
         """Gather a run's rounds.
 
         rounds: list of Round as streamed. block: B, None for plain decoding. finish_reason: of the last
         answer where its rounds say none, default "length". samples: how many answers were asked for; those
         that had not begun when a run was interrupted are left out. timing.tokens_per_s is filled in where it
-        is None, over all of them. facts: prompt_tokens,
+        is None, over all of them. rows: of the prompt, reused and run. facts: prompt_tokens,
         backend, activations, machine, target, drafter, options. Returns Result. Errors: TypeError for a
         missing or unknown fact. Source: engine.md 5.
         """
@@ -193,7 +202,7 @@ class Result:
         told = [answer(of_one, block, finish_reason if of_one is answers[-1] else None) for of_one in answers]
         return cls(
             **told[0],
-            stats=Stats.of(answers[0], block),
+            stats=Stats.of(answers[0], block, *rows),
             timing=timing,
             memory_bytes=memory_bytes or Memory(),
             samples=told if samples > 1 else None,

@@ -85,7 +85,7 @@ def test_json_is_one_object_that_fits_the_schema(generate):
     assert found["rounds"] == [8, 8, 8, 8]
     assert found["stats"] | {"verify": None} == {
         "tau": 8.0, "round_count": 4, "drafted": 28, "accepted": 28, "acceptance_by_position": [1.0] * 7,
-        "verify": None, "block": 8,
+        "verify": None, "block": 8, "rows_reused": 0, "rows_run": 41,
     }  # fmt: skip
     assert found["timing"]["jit_s"] > 0
     assert found["options"]["max_tokens"] == 33
