@@ -184,9 +184,10 @@ def test_a_lane_without_a_text_has_no_row_of_its_own():
         handles, found = [batch.submit([5, i], max_tokens=60) for i in range(3)], {}
         while len(found) < 3:
             gather(batch, found, rounds=1)
+        rows = batch._state.rows.pos[:16].reshape(4, 4)  # of the first round of four lanes
+        assert (rows[3] == -1).all() and (rows[:3] > 0).all()
         batch.cancel(handles[1])
         gather(batch, found, rounds=4)
-        rows = batch._state.rows.pos[:16].reshape(4, 4)
         assert (rows[[1, 3]] == -1).all() and (rows[[0, 2]] > 0).all()
 
 
