@@ -21,12 +21,8 @@ import minidflash as md
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK, PROMPT = 4, "The Earth goes around"
 QUESTION, WIDE, ROUNDS = "Write a Python function that checks whether a number is prime.", 8, 12
-COLUMN, FIRST, CHIP = (
-    62,
-    78,
-    24,
-)  # of the step picture: a position's width, the first one's x, a chip's height
-ONE = 8.0  # width of a letter in a chip of the run picture
+COLUMN, FIRST = 62, 78  # of the step picture: a position's width, and where the first one begins
+CHIP, LETTER = 24, 8.0  # a chip's height, and a letter's width in those of the run picture
 
 
 @dataclass
@@ -143,9 +139,8 @@ def draw_round(engine, ids, step, following):
     features = f"{following.features[0]} and {following.features[-1]}"
     strip.say(
         4, f"Kept: {kept}. With the target's own token, {len(tokens)} tokens from one pass.",
-        f"The target's cache keeps positions 0 to {step.cached[-1]} and drops the rest. Features of {features} "
-        "go to the drafter next,",
-        f"and '{tokens[-1]}' is the next anchor, at position {last}.",
+        f"The target's cache keeps positions 0 to {step.cached[-1]} and drops the rest. Features of {features}",
+        f"go to the drafter next, and '{tokens[-1]}' is the next anchor, at position {last}.",
     )  # fmt: skip
     done = dict(enumerate([word(engine, t) for t in ids] + [anchor] + tokens[:-1]))
     strip.positions(last + 1)
