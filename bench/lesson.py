@@ -139,7 +139,7 @@ def draw_round(engine, ids, step, following):
     features = f"{following.features[0]} and {following.features[-1]}"
     strip.say(
         4, f"Kept: {kept}. With the target's own token, {len(tokens)} tokens from one pass.",
-        f"The target's cache keeps positions 0 to {step.cached[-1]} and drops the rest. Features of {features}",
+        f"The target's cache keeps positions 0 to {step.cached[-1]}, no more. Features of {features}",
         f"go to the drafter next, and '{tokens[-1]}' is the next anchor, at position {last}.",
     )  # fmt: skip
     done = dict(enumerate([word(engine, t) for t in ids] + [anchor] + tokens[:-1]))
