@@ -1,4 +1,4 @@
-"""The pictures in docs/ of what was measured, each drawn from results under bench/results alone.
+"""The pictures in docs/ of what was measured, drawn from bench/results alone.
 
     python bench/plots.py [--results FOLDER] [--out docs]
 
