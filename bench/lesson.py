@@ -113,8 +113,8 @@ def draw_round(engine, ids, step, following):
     strip, size = Strip(picture), len(step.drafted) + 1
     strip.say(
         1, "The target reads the prompt and chooses the next token: the anchor.",
-        f"It keeps what it thought at positions {step.features[0]} to {step.features[-1]}: hidden states of "
-        "some layers, the context features.",
+        f"What it thought at positions {step.features[0]} to {step.features[-1]}, hidden states of some layers, "
+        "are the context features.",
     )  # fmt: skip
     strip.positions(start + 1)
     strip.row("text", {i: (word(engine, t), *OLD) for i, t in enumerate(ids)} | {start: (anchor, *OWN)})
@@ -162,7 +162,7 @@ def draw_run(engine, rounds):
     tau = sum(len(r.tokens) for r in rounds[1:]) / (len(rounds) - 1)
     picture.text(8, 22, f"{picture.title}, and the prompt's pass: tau {tau:.2f}", "bold")
     picture.text(8, 42, f"Blue: {drafts} drafts kept. Orange: the target's own token, one a round. "
-                 "Struck out: drafts thrown away.", "small")  # fmt: skip
+                 "Struck out: thrown away.", "small")  # fmt: skip
     for number, one in enumerate(rounds):
         y, x = 56 + 28 * number, 60
         picture.text(8, y + 17, "prompt" if number == 0 else str(number), "small faint")
