@@ -113,8 +113,8 @@ def draw_round(engine, ids, step, following):
     strip, size = Strip(picture), len(step.drafted) + 1
     strip.say(
         1, "The target reads the prompt and chooses the next token: the anchor.",
-        f"What it thought at positions {step.features[0]} to {step.features[-1]}, hidden states of some layers, "
-        "are the context features.",
+        f"What it thought at positions {step.features[0]} to {step.features[-1]}, hidden states of some "
+        "layers, are the context features.",
     )  # fmt: skip
     strip.positions(start + 1)
     strip.row("text", {i: (word(engine, t), *OLD) for i, t in enumerate(ids)} | {start: (anchor, *OWN)})

@@ -55,7 +55,7 @@ class Picture:
 
     def foot(self, words):
         """Small lines under everything: where the numbers are from."""
-        for line in textwrap.wrap(words, 100):
+        for line in textwrap.wrap(words, 94):
             self.text(8, self.height + 18, line, "small faint")
 
     def lines(self):
