@@ -1,7 +1,7 @@
 """Whole rounds of models of true shape with random weights: plain, verify, draft, inject, round, prefill.
 
     python bench/round.py [--shapes qwen3-8b ...] [--contexts 128 2048 8192 32768] [--backend cuda]
-        [--lossless TOKENS]
+        [--lossless TOKENS] [--fp8 none target both]
 
 Each part is a program of its own (a graph on CUDA), timed back to back; medians of 50. Floors are bytes over
 the copy bandwidth measured in the same run. Writes bench/results/round-NAME.json.
@@ -9,7 +9,7 @@ the copy bandwidth measured in the same run. Writes bench/results/round-NAME.jso
 
 import argparse
 import time
-from itertools import pairwise
+from itertools import pairwise, product
 from statistics import median
 
 import numpy as np
@@ -128,8 +128,11 @@ def host_gap(engine, tokens=160):
     return round(1e3 * median(gaps), 2)
 
 
-def measure(ops, name, contexts, repeat, bandwidth, tokens, prompt):
-    engine, _ = random_engine(ops, name, max(contexts) + 256)
+FP8 = {"none": (), "target": ("target",), "both": ("target", "drafter")}
+
+
+def measure(ops, name, contexts, repeat, bandwidth, tokens, prompt, fp8=()):
+    engine, _ = random_engine(ops, name, max(contexts) + 256, fp8=fp8)
     nbytes = engine.target.nbytes + engine.drafter.nbytes
     found = {"weights_gb": round(nbytes / 1e9, 3)}
     request = Request.of(engine, list(range(1, prompt + 1)), {"max_tokens": 8})
@@ -200,14 +203,20 @@ def main():
     parser.add_argument("--repeat", type=int, default=50)
     parser.add_argument("--prompt", type=int, default=2048)
     parser.add_argument("--lossless", type=int, default=0)
+    parser.add_argument(
+        "--fp8", nargs="+", default=["none"], choices=FP8, help="of a pair, whose weights are"
+    )
     parser.add_argument("--name", default="round")
     args = parser.parse_args()
     ops = md.ops(args.backend)
     bandwidth = copy_bandwidth(ops)
     print(f"copy {bandwidth / 1e12:.3f} TB/s", flush=True)
     found = {"backend": ops.name, "copy_tb_per_s": round(bandwidth / 1e12, 4)}
-    for name in args.shapes:
-        found[name] = measure(ops, name, args.contexts, args.repeat, bandwidth, args.lossless, args.prompt)
+    for name, kind in product(args.shapes, args.fp8):
+        what = name if kind == "none" else f"{name}-fp8-{kind}"
+        found[what] = measure(
+            ops, name, args.contexts, args.repeat, bandwidth, args.lossless, args.prompt, FP8[kind]
+        )
         print(record.write(args.name, found, **device(ops)))
 
 

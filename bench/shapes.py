@@ -1,6 +1,7 @@
 """Whole models of true shape with random weights, without a checkpoint: what the benches time."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,11 @@ from minidflash.kernels.sizes import SIZES
 from minidflash.kernels.table import CLAMPED, GELU_TANH, SILU
 from minidflash.kernels.weight import EXPERT_PAIRS, EXPERTS
 from minidflash.weights import drafter_names, names
+from minidflash.weights.fp8_names import FP8, SCALE
 
 from minidflash.engine import Engine, build, in_type
 from minidflash.fit import positions_of
+from minidflash.fp8_config import Fp8
 from minidflash.rope import Rope, rope_tables
 from minidflash.stack import DrafterConfig, Experts, Layer, ModelConfig
 
@@ -21,14 +24,17 @@ SHAPES = list(SIZES)
 
 
 class RandomTensor:
-    """A checkpoint tensor made of random bf16, a view into one pool:
+    """A checkpoint tensor made of random bf16, or of FP8's codes and scales, a view into one pool:
     dtype, shape, array, drop(), as the reader's."""
 
     dtype = "BF16"
-    pool = None
+    pool = codes = None
 
-    def __init__(self, name, shape, rng):
+    def __init__(self, name, shape, rng, is_fp8=False):
         self.name, self.shape = name, shape
+        if is_fp8:
+            self._make_fp8(rng)
+            return
         if "bias" in name or "sinks" in name:
             self.array = np.zeros(shape, np.uint16)
             return
@@ -43,6 +49,16 @@ class RandomTensor:
         start = int(rng.integers(0, len(RandomTensor.pool) - count)) // 8 * 8
         self.array = RandomTensor.pool[start : start + count].reshape(shape)
 
+    def _make_fp8(self, rng):
+        """The same numbers, about."""
+        if self.name.endswith(SCALE):
+            self.dtype, self.array = "F32", np.full(self.shape, 2.0**-6, np.float32)
+            return
+        count, self.dtype = int(np.prod(self.shape)), "F8_E4M3"
+        if RandomTensor.codes is None or len(RandomTensor.codes) < count:
+            RandomTensor.codes = rng.integers(0, 2**8, count, np.uint8) & 0x8F | 0x30
+        self.array = RandomTensor.codes[:count].reshape(self.shape)
+
     @property
     def nbytes(self):
         return self.array.nbytes
@@ -51,8 +67,13 @@ class RandomTensor:
         pass
 
 
-def configs(shape, positions):
-    """(ModelConfig, DrafterConfig) of a named shape."""
+def configs(shape, positions, fp8=()):
+    """(ModelConfig, DrafterConfig) of a named shape. fp8: of "target", "drafter", those whose weights are."""
+    pair = zip(("target", "drafter"), _configs(shape, positions), strict=True)
+    return tuple(replace(one, fp8=Fp8()) if which in fp8 else one for which, one in pair)
+
+
+def _configs(shape, positions):
     m = SIZES[shape]
     facts = {"scale": m.K**-0.5, "attention_bias": m.bias, "qk_norm": m.family.startswith("qwen3")}
     if m.full:
@@ -107,18 +128,21 @@ def pair_of(m, own, positions, *ropes, theta=None, **more):
 
 def random_bound(table, rng):
     """A names table bound to random tensors."""
-    tensors = {name: shape for named in table.values() for name, shape in named.sources}
-    tensors = {name: RandomTensor(name, shape, rng) for name, shape in tensors.items()}
+    tensors = {
+        name: RandomTensor(name, shape, rng, named.transform == FP8)
+        for named in table.values()
+        for name, shape in named.sources
+    }
     return {ours: named.bind(tensors) for ours, named in table.items()}
 
 
-def random_engine(ops, shape, ctx, seed=0, chunk=None):
-    """An Engine of a named shape with random weights on the backend of `ops`.
+def random_engine(ops, shape, ctx, seed=0, chunk=None, fp8=()):
+    """An Engine of a named shape with random weights on the backend of `ops`. fp8: as configs has it.
     Returns (Engine, seconds of loading)."""
     import time
 
     rng = np.random.default_rng(seed)
-    target, drafter = configs(shape, ctx)
+    target, drafter = configs(shape, ctx, fp8)
     table = names.target_table(target)
     if not target.tied:
         table["head"] = names.matrix("lm_head.weight", rows=target.vocab, cols=target.width)

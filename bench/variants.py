@@ -2,7 +2,7 @@
 how attention is cut.
 
     python bench/variants.py FILE [--shape qwen3-8b] [--context 2048] [--parts verify_16 verify_1 round_16]
-        [--repeat 5]
+        [--fp8 both] [--repeat 5]
 
 FILE is Python: variants(Split, measured) -> {label: {"cuts": {(N, K): Split}, "macros": {"attend_fast.cu":
 {name: value}}, "attend": tuning of attend_fast.attend}}; measured: the cuts in use by (N, K). All kernels are
@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import cuts
 from minidflash.kernels import launch
 from minidflash.kernels.gpu import attend_fast, fast, split
-from round import copy_bandwidth, passes
+from round import FP8, copy_bandwidth, passes
 from shapes import SHAPES, fill_caches, random_engine, set_context
 
 import minidflash as md
@@ -97,6 +97,7 @@ def main():
     parser.add_argument(
         "--parts", nargs="+", default=["verify_16", "verify_1", "round_16"], help="of round.py's"
     )
+    parser.add_argument("--fp8", default="none", choices=FP8, help="of the pair, whose weights are")
     parser.add_argument("--repeat", type=int, default=5)
     args = parser.parse_args()
     ops = md.ops("cuda")
@@ -104,7 +105,7 @@ def main():
     measured = {(n, k): cut for (n, k, sms), cut in split.MEASURED.items() if sms == device.sms}
     variants = runpy.run_path(args.file)["variants"](split.Split, measured)
     print(f"{device.name()}, copy {copy_bandwidth(ops) / 1e12:.3f} TB/s", flush=True)
-    engine, _ = random_engine(ops, args.shape, args.context + 256)
+    engine, _ = random_engine(ops, args.shape, args.context + 256, fp8=FP8[args.fp8])
     s = reserve(engine, Request.of(engine, list(range(1, 65)), {"max_tokens": 8}))
     fill_caches(ops, s)
     bucket = ops.bucket(args.context + 2 * s.block)

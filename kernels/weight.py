@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from .blocks import KINDS
+from .fp8 import BLOCK, SCALE_ROWS
 
 TILE = 16  # rows are packed in groups of 16; a slice of a packed weight starts on such a group
 MATRIX, PAIRS, TABLE, VECTOR = "matrix", "pairs", "table", "vector"
@@ -17,6 +18,7 @@ E2M1 = tuple(
     sign * size for sign in (1.0, -1.0) for size in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 )  # of a nibble
 BITS = {"f32": 32, "bf16": 16, "mxfp4": 4.25}  # a number, its share of a block's scale included
+BITS["fp8"] = 8 + 32 / (SCALE_ROWS * BLOCK)
 BITS |= {name: kind.stored_bits for name, kind in KINDS.items()}
 
 
@@ -32,7 +34,8 @@ class Weight:
 
     dtype: a key of BITS, as stored. layout: "plain" (shape as it is) or "packed" ([rows/16][cols][16] on the
     CPU; fragment order on a GPU), "packed pairs" where gate and up rows take turns. parts: the backend's
-    arrays; of mxfp4 the blocks, then their scales. has_large_scales: of packed mxfp4 on a GPU, whether a
+    arrays; of mxfp4 the blocks, then their scales; of plain fp8 codes u8 (..., rows, cols), then scales f32
+    (..., ceil(rows/8), ceil(cols/128)). has_large_scales: of packed mxfp4 on a GPU, whether a
     block's scale is 4 or more.
     """
 
@@ -62,8 +65,14 @@ class Weight:
 
     def slice(self, first, count):
         """Rows first .. first+count-1 of a matrix as a view. Errors: ValueError when a packed slice cuts a
-        group of 16."""
+        group of 16, or one of plain fp8 rows that share a scale."""
         shape, end = (count, self.cols), first + count
+        if self.layout == "plain" and self.dtype == "fp8":
+            if first % SCALE_ROWS or (count % SCALE_ROWS and end != self.rows):
+                raise ValueError(f"rows {first}..{end} cut {SCALE_ROWS} rows that share a scale")
+            codes, scales = self.parts
+            shared = scales[first // SCALE_ROWS : -(-end // SCALE_ROWS)]
+            return replace(self, shape=shape, parts=(codes[first:end], shared))
         if self.layout == "plain":
             return replace(self, shape=shape, parts=tuple(part[first:end] for part in self.parts))
         if first % TILE or (count % TILE and end != self.rows):

@@ -7,6 +7,8 @@ from .config_keys import DRAFTER_FIXED, FIXED, Reader
 from .drafter_layouts import LAYOUTS, SPECULATORS, ZLAB, as_zlab, layout_of
 from .errors import UserError
 from .families import FAMILIES, TRAINING
+from .fp8_config import KEY as QUANTIZATION
+from .fp8_config import read_fp8
 from .stack import DrafterConfig, Layer, ModelConfig
 from .values import told
 from .wrapper import unwrap
@@ -96,14 +98,15 @@ def read_target(config, generation=None, tensors=None):
         family=family, vocab=vocab, tied=tied,
         layers=tuple(Layer(window=window, **facts | one) for window, one in zip(windows, each, strict=True)),
         prefix=rules.prefix, embed_scale=sizes["width"] ** 0.5 if rules.scales_embedding else 1.0,
-        soft_cap=_soft_cap(reader) if rules.caps else 0.0,
+        soft_cap=_soft_cap(reader) if rules.caps else 0.0, fp8=read_fp8(reader) if rules.fp8 else None,
         max_positions=reader.number("max_positions", "max_position_embeddings", int, 1),
         stop_ids=tuple(dict.fromkeys(stops)), bos_id=bos[0] if bos else None,
         dtype=str(config.get("dtype") or config.get("torch_dtype") or ""), sources=reader.sources, **sizes,
     )  # fmt: skip
     if any(layer.experts for layer in result.layers):
         reader.used |= TRAINING
-    reader.finish({key: value for key, value in FIXED.items() if key not in rules.free} | rules.fixed)
+    free = rules.free | ({QUANTIZATION} if rules.fp8 else set())
+    reader.finish({key: value for key, value in FIXED.items() if key not in free} | rules.fixed)
     return result
 
 
@@ -163,11 +166,13 @@ def read_drafter(config, tensors=None):
         embed_scale=_positive(reader, "embed_scale", "input_embedding_scale"),
         output_multiplier=_positive(reader, "output_multiplier", "output_multiplier"),
         soft_cap=reader.number("soft_cap", "final_logit_softcapping", float, 0, default=0.0),
-        layout=name, draft_vocab=_draft_vocab(reader, layout, vocab), sources=reader.sources, **sizes,
+        layout=name, draft_vocab=_draft_vocab(reader, layout, vocab), fp8=read_fp8(reader),
+        sources=reader.sources, **sizes,
     )  # fmt: skip
     _check_layout(reader, layout, result)
     reader.used.add("tie_word_embeddings")  # names.py asks the files
-    reader.finish(FIXED | DRAFTER_FIXED | ({"draft_vocab_size": vocab or None} if name == ZLAB else {}))
+    fixed = {key: value for key, value in FIXED.items() if key != QUANTIZATION} | DRAFTER_FIXED
+    reader.finish(fixed | ({"draft_vocab_size": vocab or None} if name == ZLAB else {}))
     return result
 
 

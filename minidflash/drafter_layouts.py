@@ -72,7 +72,7 @@ LAYOUTS: dict[str, Layout] = {
             "target_layer_ids": ("aux_hidden_state_layer_ids",),
             **{key: (key,) for key in (
                 "block_size", "mask_token_id", "draft_vocab_size", "sample_from_anchor",
-                "sliding_window_non_causal", "target_hidden_size",
+                "sliding_window_non_causal", "target_hidden_size", "quantization_config",
             )},
             "speculative_tokens": ("speculators_config.proposal_methods.0.speculative_tokens",),
         },
@@ -192,7 +192,7 @@ def _leaves(config, body, path=""):
         here = f"{path}{key}"
         is_list = isinstance(value, list) and any(isinstance(one, dict) for one in value)
         opens = (isinstance(value, dict) or is_list) and (not path or path.split(".")[0] != body)
-        if opens and value and here != "auto_map":
+        if opens and value and here not in ("auto_map", "quantization_config"):
             yield from _leaves(value, body, here + ".")
         else:
             yield here, value

@@ -16,7 +16,7 @@ class Family:
     fixed: keys that may be present with this value alone. free: keys of config_keys.FIXED that `layer` reads
     itself. bias: whether attention has biases where the key is absent. rope_kinds: kinds of layers that have
     a rope each, in the stack's order; (): all have one. scales_embedding: by the root of the width. caps:
-    whether its logits may have a soft cap. text:
+    whether its logits may have a soft cap. fp8: whether its files may be FP8 (fp8_config.py). text:
     model_type of the text part where its config is nested among others (wrapper.py).
     """
 
@@ -28,6 +28,7 @@ class Family:
     rope_kinds: tuple = ()
     scales_embedding: bool = False
     caps: bool = False
+    fp8: bool = False
     text: str = ""
 
     @property
@@ -207,9 +208,9 @@ TRAINING = {
     "output_router_logits",
 }  # they change nothing that a forward pass computes
 FAMILIES = {
-    "llama": Family("LlamaForCausalLM", llama),
-    "qwen3": Family("Qwen3ForCausalLM", qwen3),
-    "qwen3_moe": Family("Qwen3MoeForCausalLM", qwen3_moe, MOE_FIXED),
+    "llama": Family("LlamaForCausalLM", llama, fp8=True),
+    "qwen3": Family("Qwen3ForCausalLM", qwen3, fp8=True),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", qwen3_moe, MOE_FIXED, fp8=True),
     "gpt_oss": Family("GptOssForCausalLM", gpt_oss, free=frozenset({"quantization_config"}), bias=True),
     "gemma4_text": Family("Gemma4ForCausalLM", gemma4, **GEMMA4),
     "gemma4": Family("Gemma4ForConditionalGeneration", gemma4, text="gemma4_text", **GEMMA4),

@@ -18,7 +18,7 @@ from .values import flag, instance, is_word, told, whole, whole_number
 OPTIONS = {
     "max_tokens": 256, "stop": (), "ignore_eos": False, "block": None, "verify": "auto", "raw": False,
     "system": None,
-    "template_args": None, "drafter": True,
+    "template_args": None, "drafter": True, "trace": False,
 } | sampling.OPTIONS  # fmt: skip
 
 
@@ -27,7 +27,10 @@ class Request:
     """Checked. ids: the prompt. drafts: whether the drafter takes part. verify: rows a round, or "auto".
 
     raw: text is that of all channels. sampling: how tokens are chosen.
-    options: what was asked for, as plain values. begun: when, by perf_counter.
+    options: what was asked for, as plain values. begun: when, by perf_counter. resumes: rows that the caches
+    hold already are not run again. rows_reused, rows_run: of the prompt, written by prefill. trace: rounds
+    have a detail. widths: of a run that is repeated, the rows that each round of each sample verified; None:
+    as verify says.
     """
 
     ids: list
@@ -41,36 +44,55 @@ class Request:
     sampling: sampling.Sampling
     options: dict
     begun: float
+    resumes: bool = False
+    rows_reused: int = 0
+    rows_run: int = 0
+    trace: bool = False
+    widths: list | None = None
+
+    @property
+    def choice(self):
+        """How target.choose chooses."""
+        return "ranked" if self.trace and self.sampling.choice == "likeliest" else self.sampling.choice
 
     @classmethod
-    def of(cls, engine, prompt, given):
-        """Check keywords and prompt. None is "not given"; of drafter it is plain decoding,
-        as False and "none" are.
+    def of(cls, engine, prompt, given, resumes=False):
+        """Check keywords and prompt. resumes: as in the class.
 
         Errors: TypeError for an unknown keyword; UserError for a bad value, for a prompt that is none or does
         not fit, and while the engine generates.
         """
         begun = time.perf_counter()
-        for name in given:
-            if name not in OPTIONS:
-                raise TypeError(f"unknown keyword {name!r}; known: {', '.join(OPTIONS)}")
+        o, law = checked(engine, given)
         refuse_busy(engine)
-        given = {name: value for name, value in given.items() if value is not None or name == "drafter"}
-        o, law = _plain(engine, OPTIONS | given), sampling.Sampling.of(given)
-        o |= asdict(law)
-        law.check_verify(o["verify"])
         drafts = engine.drafter is not None and o["drafter"]
         block = (o["block"] or engine.drafter.config.block) if drafts else 1
         verify = o["verify"] if o["verify"] == "auto" else min(o["verify"], block)
         if block == 1:
             drafts, verify = False, 1
         ids = prompt_ids(engine, prompt, o)
-        check_room(engine, len(ids), o["max_tokens"], drafts)
-        told_back = {name: o[name] for name in given}
+        check_room(engine, len(ids), o["max_tokens"], drafts, resumes)
+        told_back = {name: o[name] for name in _meant(given)}
         return cls(
             ids, o["max_tokens"], o["stop"], o["ignore_eos"], o["raw"], block, verify, drafts, law, told_back,
-            begun
+            begun, resumes, trace=o["trace"],
         )  # fmt: skip
+
+
+def _meant(given):
+    """The keywords that say something. None is "not given"; of drafter it is plain decoding."""
+    return {name: value for name, value in given.items() if value is not None or name == "drafter"}
+
+
+def checked(engine, given):
+    """All options as plain values, and the Sampling of them. Errors: as Request.of, for keywords."""
+    for name in given:
+        if name not in OPTIONS:
+            raise TypeError(f"unknown keyword {name!r}; known: {', '.join(OPTIONS)}")
+    given = _meant(given)
+    options, law = _plain(engine, OPTIONS | given), sampling.Sampling.of(given)
+    law.check_verify(options["verify"])
+    return options | asdict(law), law
 
 
 def _plain(engine, options):
@@ -83,7 +105,7 @@ def _plain(engine, options):
         o["verify"] = whole("verify", o["verify"], 1)
     if o["block"] is not None:
         o["block"] = whole("block", o["block"], 1, WIDEST)
-    for name in ("ignore_eos", "raw"):
+    for name in ("ignore_eos", "raw", "trace"):
         o[name] = flag(name, o[name])
     if o["system"] is not None:
         instance("system", o["system"], str, "a text")
@@ -100,17 +122,20 @@ def _plain(engine, options):
     return o
 
 
-def check_room(engine, count, max_tokens, drafts):
-    """Refuse a run that needs more positions than there are.
+def check_room(engine, count, max_tokens, drafts, resumes=False):
+    """Refuse a run that needs more positions than there are. resumes: it is a turn of a conversation.
     Errors: UserError with the numbers and what helps."""
     need, longest = count + max_tokens, engine.target.config.max_positions
     words = f"{count} prompt tokens and {told(max_tokens)} new ones need {told(need)} positions"
     if need > engine.ctx:
-        shorter = "lower --max-tokens" if count < engine.ctx else "shorten the prompt"
-        raise UserError(
-            f"{words}, {engine.ctx} are there",
-            f"raise --ctx or {shorter}" if engine.ctx < longest else shorter,
-        )
+        ways = ["raise --ctx"] if engine.ctx < longest else []
+        if count < engine.ctx:
+            ways.append("lower --max-tokens")
+        if resumes:
+            ways.append("begin the conversation anew: /reset, or reset() of the Chat")
+        elif count >= engine.ctx:
+            ways.append("shorten the prompt")
+        raise UserError(f"{words}, {engine.ctx} are there", " or ".join(ways))
     drafted = drafts and engine.drafter.config.max_positions  # 0: not stated
     if drafted and need > drafted:
         raise UserError(

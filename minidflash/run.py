@@ -1,6 +1,7 @@
 """stream(): a run round by round; generate(): a whole run as a Result."""
 
 import os
+from contextlib import closing
 
 from .loop import rounds_of
 from .request import Request
@@ -26,10 +27,16 @@ def generate(engine, prompt, **options):
     Arguments and errors as `stream`. Returns a Result. Source: engine.md 5-6.
     """
     request, timing = Request.of(engine, prompt, options), Timing()
+    return complete(engine, request, rounds_of(engine, request, timing), timing)
+
+
+def complete(engine, request, stream, timing):
+    """Result of a run, to its end or to Ctrl-C. stream: the generator of its rounds."""
     rounds, reason = [], None
     try:
-        for r in rounds_of(engine, request, timing):
-            rounds.append(r)  # noqa: PERF402 what came before Ctrl-C is kept
+        with closing(stream):
+            for r in stream:
+                rounds.append(r)  # noqa: PERF402 what came before Ctrl-C is kept
     except KeyboardInterrupt:
         reason = "interrupted"
     return finish(engine, request, rounds, timing, reason)
@@ -44,7 +51,8 @@ def finish(engine, request, rounds, timing, reason=None):
     timing.load_s, timing.jit_s = engine.load_s, engine.jit_s
     return Result.of(
         rounds, request.block if request.drafts else None, reason, timing, memory,
-        samples=request.sampling.samples, prompt_tokens=len(request.ids), backend=engine.ops.name,
+        samples=request.sampling.samples, rows=(request.rows_reused, request.rows_run),
+        prompt_tokens=len(request.ids), backend=engine.ops.name,
         activations=engine.ops.activations, machine=machine_of(engine.ops), target=engine.target_name,
         drafter=engine.drafter_name if request.drafts else None, options=request.options,
     )  # fmt: skip

@@ -43,8 +43,8 @@ class Schedule:
     def measure(self, run):
         """Time a round of every width, the better of two after one to warm up.
         run: width -> seconds of a round."""
-        for width in widths(self.block):
-            self.seconds[width] = min([run(width) for _ in range(3)][1:])
+        # All or none: what Ctrl-C cut short is measured again.
+        self.seconds = {width: min([run(width) for _ in range(3)][1:]) for width in widths(self.block)}
 
     def choose(self, request):
         """v of the next round: what was asked for, or the best that the allowance permits."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 
 from minidflash.kernels.table import SILU
 
+from .fp8_config import Fp8
 from .rope import Rope
 
 
@@ -95,7 +96,7 @@ class Stack:
     max_positions: 0 when not stated.
 
     embed_scale: of what the embedding gives. output_multiplier, soft_cap: of logits, as table.py has them (1
-    and 0: the head's own). sources: fact -> key of config.json.
+    and 0: the head's own). fp8: of files whose linear weights are. sources: fact -> key of config.json.
     """
 
     width: int
@@ -107,6 +108,7 @@ class Stack:
     embed_scale: float = field(default=1.0, kw_only=True)
     output_multiplier: float = field(default=1.0, kw_only=True)
     soft_cap: float = field(default=0.0, kw_only=True)
+    fp8: Fp8 | None = field(default=None, kw_only=True)
     sources: dict[str, str] = field(default_factory=dict, compare=False, kw_only=True)
 
     @property
@@ -130,7 +132,7 @@ class Stack:
     def facts(self):
         """Fact -> value: the stack's own, and for every field of a layer the list of its values."""
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("layers", "sources")}
-        own |= {"layers": len(self.layers)}
+        own |= {"layers": len(self.layers), "fp8": self.fp8 is not None}
         return own | {f.name: list(self.each(f.name)) for f in fields(Layer)}
 
 

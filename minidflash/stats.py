@@ -1,8 +1,38 @@
 """What a run yields and what is counted about it: Round, Stats, Timing, Memory, Result."""
 
+import math
 from dataclasses import asdict, dataclass, field
 
 SCHEMA = 1  # the `schema` of Result.to_json(), described by result.schema.json
+
+
+@dataclass
+class Detail:
+    """What the rounds of a run with trace=True also say.
+
+    anchor: the token that the round went on from, at position `start`. injected: context features that were
+    injected. choice: the target's token behind each verified row, None where its logits were not finite:
+    behind drafts that were kept it is the next draft or the target's own, behind others what it would have
+    said after them. margins: how far each choice's logit lies above the second largest; None for the whole
+    round where tokens are drawn or scored, since a draw is not the largest of anything, and for a row that
+    has no second or no numbers. stages: seconds by stage, in order; the rest of Round.seconds is the host's.
+    Of the round that prefill is: the row behind the prompt's last token. Source: engine.md 2.
+    """
+
+    anchor: int
+    start: int
+    injected: int
+    choice: list
+    margins: list | None
+    stages: dict
+
+    @classmethod
+    def of(cls, anchor, start, injected, choice, margins, stages):
+        """From arrays as a backend has them. choice: i32 (v,). margins: f32 (v,) or None. Errors: none."""
+        if margins is not None:
+            margins = [number if math.isfinite(number) else None for number in margins.tolist()]
+        choice = [None if number < 0 else number for number in choice.tolist()]
+        return cls(anchor, start, injected, choice, margins, stages)
 
 
 @dataclass
@@ -17,7 +47,7 @@ class Round:
     sample: which of several answers to one prompt. logprobs: where asked for, a pair for each token: its
     log-probability under the law that it was drawn from, and under the model's own (temperature 1,
     no filter). experts: distinct ones of a layer that the verified rows went through, the mean over layers;
-    None for a target without.
+    None for a target without. detail: with trace=True.
 
     The first item of a stream is the token that prefill chose: drafted == [], verify == 0. Plain decoding
     yields one token a round with drafted == [], verify == 1. Source: engine.md 2 and 5.
@@ -33,6 +63,7 @@ class Round:
     sample: int = 0
     logprobs: list | None = None
     experts: float | None = None
+    detail: Detail | None = None
 
 
 @dataclass
@@ -43,7 +74,8 @@ class Stats:
     committed something; prefill is not one, and plain decoding has none. drafted: verified drafts. accepted:
     drafts kept by verification. acceptance_by_position: for positions 1..B-1 of the block accepted / reached,
     where one is reached when it was verified and all before it were accepted; None where it never was.
-    verify: v of each round. block: B, None for plain decoding. Source: engine.md 5, F41.
+    verify: v of each round. block: B, None for plain decoding. rows_reused, rows_run: rows of the prompt that
+    the caches held, and that were run. Source: engine.md 5, F41.
     """
 
     tau: float | None
@@ -53,12 +85,15 @@ class Stats:
     acceptance_by_position: list[float | None]
     verify: list[int]
     block: int | None
+    rows_reused: int = 0
+    rows_run: int = 0
 
     @classmethod
-    def of(cls, rounds, block):
+    def of(cls, rounds, block, rows_reused=0, rows_run=0):
         """Count over the rounds of one run.
 
-        rounds: list of Round. block: B the drafter drafted at, None for plain decoding. Returns Stats.
+        rounds: list of Round. block: B the drafter drafted at, None for plain decoding. rows_reused,
+        rows_run: as in the class. Returns Stats.
         Errors: none. Source: engine.md 5.
         """
         counted = verify_rounds(rounds, block)
@@ -75,6 +110,8 @@ class Stats:
             acceptance_by_position=by_position,
             verify=[r.verify for r in counted],
             block=block,
+            rows_reused=rows_reused,
+            rows_run=rows_run,
         )
 
     def to_json(self):
@@ -143,13 +180,16 @@ class Result:
     logprobs: list | None = None
 
     @classmethod
-    def of(cls, rounds, block, finish_reason=None, timing=None, memory_bytes=None, samples=1, **facts):
+    def of(
+        cls, rounds, block, finish_reason=None, timing=None, memory_bytes=None, samples=1, rows=(0, 0),
+        **facts
+    ):  # fmt: skip
         """Gather a run's rounds.
 
         rounds: list of Round as streamed. block: B, None for plain decoding. finish_reason: of the last
         answer where its rounds say none, default "length". samples: how many answers were asked for; those
         that had not begun when a run was interrupted are left out. timing.tokens_per_s is filled in where it
-        is None, over all of them. facts: prompt_tokens,
+        is None, over all of them. rows: of the prompt, reused and run. facts: prompt_tokens,
         backend, activations, machine, target, drafter, options. Returns Result. Errors: TypeError for a
         missing or unknown fact. Source: engine.md 5.
         """
@@ -162,7 +202,7 @@ class Result:
         told = [answer(of_one, block, finish_reason if of_one is answers[-1] else None) for of_one in answers]
         return cls(
             **told[0],
-            stats=Stats.of(answers[0], block),
+            stats=Stats.of(answers[0], block, *rows),
             timing=timing,
             memory_bytes=memory_bytes or Memory(),
             samples=told if samples > 1 else None,

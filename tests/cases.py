@@ -63,6 +63,24 @@ class Blocks:
 
 
 @dataclass
+class Fp8(Matrix):
+    """An FP8 checkpoint tensor. array: codes u8 (rows, cols); scales: f32 (rows/8, cols/128), rounded up."""
+
+    scales: np.ndarray
+    dtype = "FP8"
+
+    @property
+    def wide(self):
+        """The dequantised f32 numbers, as ml_dtypes reads codes."""
+        (rows, cols), each = self.shape, np.repeat(np.repeat(self.scales, 8, 0), 128, 1)
+        return self.array.view(ml_dtypes.float8_e4m3fn).astype(np.float32) * each[:rows, :cols]
+
+    @property
+    def real(self):
+        return self.wide.astype(np.float64)
+
+
+@dataclass
 class Experts:
     """A matrix for each of `count` experts: tensors stacked along rows, expert by expert,
     cut wherever they are."""
@@ -87,7 +105,7 @@ def stored(values, kind):
 
 
 class Make:
-    """Random arguments. activations: "f32" or "bf16"; weights: also "mxfp4", of experts alone."""
+    """Random arguments. activations: "f32" or "bf16"; weights: also "fp8", and "mxfp4" of experts alone."""
 
     def __init__(self, rng, activations="f32", weights="bf16"):
         self.rng, self.activations, self.weights = rng, activations, weights
@@ -104,6 +122,13 @@ class Make:
 
     def w(self, rows, cols):
         """A weight whose outputs are of size 1."""
+        if self.weights == "fp8":
+            codes = (
+                (100 * self.rng.standard_normal((rows, cols))).clip(-448, 448).astype(ml_dtypes.float8_e4m3fn)
+            )
+            codes.reshape(-1)[:3] = 2.0**-9, -7 * 2.0**-9, 448  # two subnormals, the largest
+            scales = self.rng.uniform(0.5, 2, (-(-rows // 8), -(-cols // 128))) / (100 * np.sqrt(cols))
+            return Fp8(codes.view(np.uint8), scales.astype(np.float32))
         return Matrix(stored(self.rng.standard_normal((rows, cols)) / np.sqrt(cols), self.weights))
 
     def experts(self, count, rows, cols):

@@ -18,6 +18,17 @@ CODER = {
     "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
     "use_sliding_window": False, "vocab_size": 151936,
 }  # fmt: skip
+FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+QWEN3_8B = {
+    "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "eos_token_id": 151645, "head_dim": 128,
+    "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 12288, "max_position_embeddings": 40960,
+    "model_type": "qwen3", "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 1e6, "sliding_window": None,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_sliding_window": False,
+    "vocab_size": 151936, "quantization_config": FP8,
+}  # fmt: skip
+ROUTERS = [f"model.layers.{i}.mlp.gate" for i in range(48)]
+CODER_FP8 = CODER | {"quantization_config": FP8 | {"modules_to_not_convert": ["lm_head", *ROUTERS]}}
 YARN = {
     "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
     "rope_type": "yarn", "truncate": False,
@@ -51,6 +62,8 @@ def drafter(name, **more):
 
 PAIRS = {
     "Qwen3-Coder-30B-A3B": (CODER, drafter("Qwen3-Coder-30B-A3B", vocab_size=151936)),
+    "Qwen3-8B-FP8": (QWEN3_8B, drafter("Qwen3-8B-DFlash-b16", vocab_size=151936)),
+    "Qwen3-Coder-30B-A3B-FP8": (CODER_FP8, drafter("Qwen3-Coder-30B-A3B", vocab_size=151936)),
     "gpt-oss-20b": (gpt_oss(24, 32), drafter("gpt-oss-20b", vocab_size=201088)),
     "gpt-oss-120b": (gpt_oss(36, 128), drafter("gpt-oss-120b", vocab_size=201088)),
 }

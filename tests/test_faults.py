@@ -54,6 +54,7 @@ the end of the context is said at the call
 memory is foretold
 true shapes run no plain kernel
 a slot goes back to its snapshot
+a turn of a conversation is a fresh run
 greedy drafts are ids that the target can choose
 revisions of target and drafter are their own
 statistics count what was verified

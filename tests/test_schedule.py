@@ -116,3 +116,19 @@ def test_a_width_that_was_asked_for_is_taken():
     schedule = Schedule(16)
     assert schedule.choose(SimpleNamespace(verify=7)) == 7
     assert widths(16) == [1, 4, 8, 16] and widths(2) == [1, 2] and widths(1) == [1]
+
+
+def test_measuring_that_was_cut_short_begins_anew():
+    s, calls = Schedule(8), []
+
+    def run(width):
+        calls.append(width)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return 1.0
+
+    with pytest.raises(KeyboardInterrupt):
+        s.measure(run)
+    assert s.seconds == {}
+    s.measure(run)
+    assert s.seconds == {1: 1.0, 4: 1.0, 8: 1.0}

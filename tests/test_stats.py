@@ -109,7 +109,7 @@ def test_keys_are_those_of_the_contract_in_its_order():
         "machine target drafter options"
     )
     assert " ".join(found["stats"]) == (
-        "tau round_count drafted accepted acceptance_by_position verify block"
+        "tau round_count drafted accepted acceptance_by_position verify block rows_reused rows_run"
     )
     assert " ".join(found["timing"]) == "load_s jit_s prefill_s decode_s ttft_s tokens_per_s"
     assert " ".join(found["memory_bytes"]) == "weights rope_tables target_cache drafter_cache workspace"

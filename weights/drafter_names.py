@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 from minidflash.kernels.weight import TABLE, TILE
+from minidflash.weights.fp8_names import with_fp8
 from minidflash.weights.names import IDS, MARKS, Named, bind, foretell, layers_of, matrix, vector
 
 from minidflash.drafter_layouts import LAYOUTS, SPECULATORS
@@ -40,10 +41,11 @@ def drafter_table(config, tensors=()):
         **own_tables(config, tensors),
     }
     spell = LAYOUTS[config.layout].tensor
-    return {
+    spelled = {
         ours: replace(named, sources=tuple((spell(name), shape) for name, shape in named.sources))
         for ours, named in table.items()
     }
+    return with_fp8(spelled, config.fp8)
 
 
 def own_tables(config, tensors):

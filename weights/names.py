@@ -17,6 +17,7 @@ from minidflash.kernels.weight import (
     VECTOR,
     stored_bytes,
 )
+from minidflash.weights.fp8_names import CODES, FP8, SCALE, SCALE_DTYPES, hint_of, with_fp8
 from minidflash.weights.transforms import TRANSFORMS
 
 from minidflash.errors import UserError
@@ -46,11 +47,12 @@ class Named:
     sources: tuple
     transform: str = "stack"
 
-    @property
-    def dtypes(self):
-        """What the sources may be stored as."""
+    def dtypes(self, source):
+        """What a source may be stored as."""
         if self.role in (IDS, MARKS):
             return ("I64",) if self.role == IDS else ("BOOL",)
+        if self.transform == FP8:
+            return SCALE_DTYPES if source.endswith(SCALE) else CODES
         if self.transform.startswith("blocks"):
             return ("U8",)
         return PLAIN_DTYPES if self.role == VECTOR else WEIGHT_DTYPES
@@ -179,11 +181,12 @@ def layers_of(stack, prefix):
 
 def target_table(config):
     """Of a target whose head is its embedding, or is bound apart (bind_target)."""
-    return {
+    table = {
         "embed": matrix(embed_of(config), rows=config.vocab, cols=config.width, role=TABLE),
         "norm": vector(config.prefix + "norm.weight", size=config.width),
         **layers_of(config, config.prefix),
     }
+    return with_fp8(table, config.fp8)
 
 
 def embed_of(config):
@@ -193,7 +196,7 @@ def embed_of(config):
 
 def bind(table, tensors, label, skipped=None):
     """Our name -> Bound; refuses what is missing, unknown, of another shape or dtype, by name."""
-    wanted = {name: (shape, named.dtypes) for named in table.values() for name, shape in named.sources}
+    wanted = {name: (shape, named.dtypes(name)) for named in table.values() for name, shape in named.sources}
     missing = [name for name in wanted if name not in tensors]
     if missing:
         hint = f"{len(missing)} tensors are missing in all" if len(missing) > 1 else None
@@ -201,7 +204,9 @@ def bind(table, tensors, label, skipped=None):
         raise UserError(f"{label} tensor {name} is missing: the files hold {len(tensors)}", hint=hint)
     extra = [name for name in tensors if name not in wanted and not (skipped and skipped.fullmatch(name))]
     if extra:
-        hint = "config.json has attention_bias false" if extra[0].endswith("_proj.bias") else None
+        hint = hint_of(extra[0])
+        if extra[0].endswith("_proj.bias"):
+            hint = "config.json has attention_bias false"
         more = f" (and {len(extra) - 1} more)" if len(extra) > 1 else ""
         raise UserError(
             f"{label} tensor {tensors[extra[0]].name}{more} is unknown here: its weights cannot be left out",
@@ -215,7 +220,7 @@ def bind(table, tensors, label, skipped=None):
             )
         _check_dtype(tensor, label, dtypes)
     for ours, named in table.items():
-        sources = [tensors[name] for name, _ in named.sources]
+        sources = [tensors[name] for name, _ in named.sources if named.transform != FP8]
         if len({tensor.dtype for tensor in sources}) > 1:
             found = ", ".join(f"{tensor.name} {tensor.dtype}" for tensor in sources)
             raise UserError(f"{label} tensors of {ours} differ in dtype: {found}")
@@ -224,10 +229,10 @@ def bind(table, tensors, label, skipped=None):
 
 def _check_dtype(tensor, label, dtypes):
     if tensor.dtype not in dtypes:
-        needed = " or ".join(dtypes)
-        raise UserError(
-            f"{label} tensor {tensor.name} is {tensor.dtype}, need {needed}", hint="use a bfloat16 copy"
-        )
+        needed, hint = " or ".join(dtypes), "use a bfloat16 copy"
+        if tensor.dtype in CODES or dtypes == CODES:
+            hint = "quantization_config says which modules are FP8"
+        raise UserError(f"{label} tensor {tensor.name} is {tensor.dtype}, need {needed}", hint=hint)
 
 
 def _same_bits(a, b):
@@ -279,12 +284,12 @@ class Foretold:
 
     @property
     def nbytes(self):
-        return int(np.prod(self.shape)) * {"U8": 1, "I64": 8}.get(self.dtype, 2)
+        return int(np.prod(self.shape)) * {"U8": 1, CODES[0]: 1, "I64": 8}.get(self.dtype, 2)
 
 
 def foretell_target(config, tensors=None):
     """Our name -> Bound of a target whose files are not here, in bf16 and, where config.json says so,
-    MXFP4."""
+    MXFP4 or FP8."""
     table = target_table(config)
     if not config.tied:
         table["head"] = matrix(HEAD, rows=config.vocab, cols=config.width)
@@ -293,7 +298,7 @@ def foretell_target(config, tensors=None):
 
 def foretell(table):
     tensors = {
-        name: Foretold(name, shape, named.dtypes[0])
+        name: Foretold(name, shape, named.dtypes(name)[0])
         for named in table.values()
         for name, shape in named.sources
     }

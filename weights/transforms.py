@@ -1,7 +1,8 @@
 """How the tensors of a checkpoint make a weight: exact transforms by name, done when a backend reads a part.
 
 A transform takes Tensors and returns parts, which a backend stacks along rows: objects with dtype, shape,
-nbytes, array and drop() as a Tensor has them; those of MXFP4 also have scales. Source: models.md 3, 4.
+nbytes, array and drop() as a Tensor has them; those of MXFP4 and FP8 also have scales. Source: models.md 3, 4
+and 11.
 """
 
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from math import prod
 from typing import Any
 
 import numpy as np
+from minidflash.kernels import fp8
 from minidflash.kernels.oracle import real
 from minidflash.kernels.weight import stored_bytes
 
@@ -81,6 +83,56 @@ class BlockPart:
         self.scale.drop()
 
 
+@dataclass(frozen=True)
+class Fp8Part:
+    """An FP8 matrix. array: its codes, u8 (rows, cols); scales: f32 (ceil(rows/8), ceil(cols/128)).
+
+    codes, scale: Tensors, one scale for 128 x 128 codes. Errors of array, scales and read_into: UserError for
+    what stands for no number.
+    """
+
+    codes: Any
+    scale: Any
+    dtype: str = "FP8"
+
+    @property
+    def shape(self):
+        return self.codes.shape
+
+    @property
+    def nbytes(self):
+        return stored_bytes(self.shape, "fp8")
+
+    @property
+    def array(self):
+        found = self.codes.array
+        self._check(found)
+        return found
+
+    @property
+    def scales(self):
+        """Below MOST_SCALE, so that kernels may multiply them by the powers of two that codes are too small
+        by."""
+        found = real(self.scale.array).astype(np.float32)
+        if not (np.abs(found) < fp8.MOST_SCALE).all():
+            limit = f"need finite ones below {fp8.MOST_SCALE:.0f}"
+            raise UserError(f"tensor {self.scale.name} holds {np.abs(found).max()} as a scale, {limit}")
+        return fp8.row_scales(found, self.shape[0])
+
+    def read_into(self, buffer, first):
+        """Fill buffer with the codes from number `first` on, without the map; any thread may."""
+        self.codes.read_into(buffer, first)
+        self._check(np.frombuffer(buffer, np.uint8))
+
+    def _check(self, codes):
+        if fp8.has_nan(codes):
+            raise UserError(f"tensor {self.codes.name} holds a NaN, 0x7F or 0xFF, which is no weight")
+
+    def drop(self):
+        self.codes.drop()
+        self.scale.drop()
+
+
 def apart(rows):
     """Rows 0, 2, 4 ..., then 1, 3, 5 ...: of interleaved gate and up rows, gate and then up."""
     return np.concatenate([rows[0::2], rows[1::2]])
@@ -113,6 +165,12 @@ def columns_apart(tensors):
     return [Part(tensor, tensor.shape, lambda array: np.ascontiguousarray(apart(array.T).T))]
 
 
+def fp8_parts(tensors):
+    """Of matrices, then as many scales of theirs, one below the other."""
+    half = len(tensors) // 2
+    return [Fp8Part(*pair) for pair in zip(tensors[:half], tensors[half:], strict=True)]
+
+
 def each(tensors):
     """Of (E, rows, cols), every expert's (rows, cols)."""
     (tensor,) = tensors
@@ -139,5 +197,5 @@ def blocks_apart(tensors):
 TRANSFORMS = {
     "stack": stack, "transpose": transpose, "transpose, de-interleave": transpose_apart,
     "de-interleave": columns_apart, "each": each, "over root": over_root, "blocks and scales": blocks,
-    "blocks and scales, de-interleave": blocks_apart,
+    "blocks and scales, de-interleave": blocks_apart, "fp8": fp8_parts,
 }  # fmt: skip

@@ -14,6 +14,7 @@ from minidflash.errors import UserError
 
 from ..blocks import KINDS
 from ..fork import started
+from ..fp8 import BLOCK, joined_scales
 from ..host import HostBackend, aligned_zeros, widen
 from ..table import ROWS
 from ..weight import EXPERT_PAIRS, TILE, Weight
@@ -22,7 +23,7 @@ from .attend import CHUNK
 from .experts import SCRATCH
 from .experts import pack as pack_experts
 from .lanes import PACKED
-from .packing import pack, pack_blocks
+from .packing import pack, pack_blocks, pack_scales
 
 _LOCK = threading.Lock()
 _FILES = {
@@ -103,6 +104,8 @@ class NumbaBackend(HostBackend):
 
         experts: how many have as many of the rows each (0: one matrix); then as experts.py has it.
         """
+        if all(part.dtype == "FP8" for part in parts):
+            return self._fp8_weight(parts, role == EXPERT_PAIRS, experts)
         if experts:
             return self._expert_weight(parts, role == EXPERT_PAIRS, experts)
         cols, kinds = parts[0].shape[1], tuple({part.dtype.lower() for part in parts})
@@ -133,6 +136,22 @@ class NumbaBackend(HostBackend):
                 first += part.shape[0]
                 part.drop()
         return Weight((rows, cols), kind.name, "packed", (data,))
+
+    def _fp8_weight(self, parts, is_paired, experts):
+        """Records (rows/16, blocks), or of each expert, in as many bits as BITS says."""
+        rows, cols = sum(part.shape[0] for part in parts) // max(1, experts), parts[0].shape[1]
+        tiles = 2 * -(-(rows // 2) // TILE) if is_paired else -(-rows // TILE)
+        data, row = aligned_zeros((max(1, experts), tiles, -(-cols // BLOCK)), PACKED["fp8"]), 0
+        scales = joined_scales(parts)
+        pack_scales(scales.reshape(len(data), -1, scales.shape[1]), is_paired, data["halves"])
+        with _LOCK:
+            for part in parts:
+                pack_experts(part.array, row, rows, is_paired, data["codes"])
+                row += part.shape[0]
+                part.drop()
+        if not experts:
+            return Weight((rows, cols), "fp8", "packed", (data[0],))
+        return Weight((experts, rows, cols), "fp8", "packed pairs" if is_paired else "packed", (data,))
 
     def _expert_weight(self, parts, is_paired, experts):
         """As experts.py has it, one part after the other: some are computed when they are asked for."""

@@ -40,10 +40,10 @@ def _add_loop(module, kind, tokens, tiles):
     first = [builder.gep(w, [builder.mul(tile_stride, _number(i))]) for i in range(tiles)]
     x_step = _number(1) if tokens == 1 else x_step
 
-    def body(k, sums):
-        readers, sums = [source.open(builder, tile, k, step) for tile in first], list(sums)
-        row = builder.gep(x, [builder.mul(builder.mul(k, _number(source.step)), x_step)])
-        for j in range(source.step):
+    def add(readers, inputs, at, sums):
+        """The sums with so many inputs more, from input `at` on."""
+        row, sums = builder.gep(x, [builder.mul(at, x_step)]), list(sums)
+        for j in range(inputs):
             weights = [value(j) for value in readers]
             for m in range(tokens):
                 token = _broadcast(builder, builder.load(builder.gep(row, [_number(m)])))
@@ -53,8 +53,20 @@ def _add_loop(module, kind, tokens, tiles):
             row = builder.gep(row, [x_step])
         return sums
 
+    def body(k, sums):
+        readers = [source.open(builder, tile, k, step) for tile in first]
+        return add(readers, source.step, builder.mul(k, _number(source.step)), sums)
+
     steps = builder.sdiv(count, _number(source.step))
     _, sums = _loop(builder, steps, 1, [ZERO] * (tokens * tiles), body)
+    if source.has_tail:
+        done = builder.mul(steps, _number(source.step))
+
+        def tail(k, sums):
+            at = builder.add(done, k)
+            return add([source.at(builder, tile, at) for tile in first], 1, at, sums)
+
+        _, sums = _loop(builder, builder.sub(count, done), 1, sums, tail)
     for index, vector in enumerate(sums):
         at = builder.add(builder.mul(out_stride, _number(index // tiles)), _number(index % tiles * LANES))
         builder.store(vector, builder.bitcast(builder.gep(out, [at]), VF.as_pointer()), align=4)

@@ -3,6 +3,7 @@
 import numpy as np
 
 from ..blocks import KINDS
+from ..fp8 import BLOCK, NUMBERS, SCALE_ROWS
 from .jit import jit
 from .lanes import head_bytes, piece_bytes, planes_of
 from .scalar import F, load, rounded
@@ -52,7 +53,21 @@ def _run_blocks(ids, table, planes, head, piece, groups, offset, scale, x):
             x[t, d] = rounded(F(scale) * (by * F(code - offset) + low), x)
 
 
+@jit
+def _run_fp8(ids, codes, scales, numbers, scale, x):
+    """codes: u8 (tiles, blocks, 128, 16). scales: f32 (tiles, blocks, 2). numbers: f32 of every byte."""
+    for t in range(x.shape[0]):
+        tile, lane = ids[t] // 16, ids[t] % 16
+        for d in range(x.shape[1]):
+            block = d // BLOCK
+            value = numbers[codes[tile, block, d % BLOCK, lane]] * scales[tile, block, lane // SCALE_ROWS]
+            x[t, d] = rounded(F(scale) * value, x)
+
+
 def embed(backend, ids, table, scale, x):
+    if table.dtype == "fp8":
+        _run_fp8(ids, table.data["codes"], table.data["halves"], NUMBERS, scale, x)
+        return
     kind = KINDS.get(table.dtype)
     if kind is None:
         _run(ids, table.data, scale, x)

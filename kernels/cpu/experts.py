@@ -1,6 +1,6 @@
 """What experts_up and experts_down share: token rows gathered by expert, and an expert's tiles times them.
 
-Weights are [E][tile][K][16], of MXFP4 records [E][tile][K/32] (lanes.py). Pair i of the
+Weights are [E][tile][K][16], of MXFP4 and FP8 records [E][tile][block] (lanes.py). Pair i of the
 groups is token i here: an expert's tokens are cut into blocks of 16, each laid out [K][n] for its n tokens,
 so that a tile is read once for a block, with the sums of tiles.py. Nothing else decides a row's bits.
 """
@@ -21,8 +21,8 @@ SCRATCH = BLOCK * GROUP * LANES  # f32 of a thread
 def pack(weight, at, rows, is_paired, out):
     """Rows (n, K), stacked rows of all experts from `at` on, to out[expert][tile][..., k][lane].
 
-    out: (E, tiles, K / few, few, 16), whatever `few` is, zeroed before. rows: of an expert. is_paired: its
-    second half goes with its first, tile by tile: gate, up, gate, up...
+    out: (E, tiles, blocks, few, 16), K or more inputs in blocks of few, zeroed before. rows: of an expert.
+    is_paired: its second half goes with its first, tile by tile: gate, up, gate, up...
     """
     half = rows // 2 if is_paired else rows
     for n in numba.prange(len(weight)):
@@ -32,8 +32,10 @@ def pack(weight, at, rows, is_paired, out):
         if is_paired:
             tile = 2 * tile + row // half
         few = out.shape[3]
-        for k in range(weight.shape[1]):
-            out[expert, tile, k // few, k % few, lane] = weight[n, k]
+        for block in range(out.shape[2]):
+            first = block * few
+            for k in range(min(few, weight.shape[1] - first)):
+                out[expert, tile, block, k, lane] = weight[n, first + k]
 
 
 @jit
@@ -60,10 +62,11 @@ def lay_pairs(rows, divide, order, groups, work, threads):
     """
     cols = rows.shape[1]
     if len(rows) == 1:
-        _lay_share(rows, divide, order, groups, work, 0, cols)
+        _lay_share(rows, divide, order, groups, work, np.int64(0), cols)
     else:
         for thread in numba.prange(threads):
-            first, last = cols * thread // threads, cols * (thread + 1) // threads
+            own = np.int64(thread)
+            first, last = cols * own // threads, cols * (own + 1) // threads
             if first < last:
                 _lay_share(rows, divide, order, groups, work, first, last)
 

@@ -1,7 +1,8 @@
 """Weights become f32 in registers: 16 rows' numbers of one input, however they are kept.
 
 Plain weights are [tile][K][16]. Others are [tile][block] of records (`PACKED`), a tile's 16 rows side by side
-in each; a record has what its kind has in the file, in another order. A source gives `step` inputs at a time.
+in each; a record has what its kind has in the file, in another order. A source gives `step` inputs at a time;
+where it `has_tail`, those behind the last whole step one by one.
 """
 
 import numpy as np
@@ -9,6 +10,7 @@ from llvmlite import ir
 from numba import types
 
 from ..blocks import KINDS
+from ..fp8 import BLOCK, SCALE_ROWS
 from ..weight import E2M1
 from .vector import (
     F32,
@@ -53,6 +55,9 @@ PACKED = {
     for name, kind in KINDS.items()
 }
 PACKED["mxfp4"] = np.dtype([("words", "<u4", (4, LANES)), ("scales", "u1", (LANES,))])
+# Of 128 inputs: the scales of the tile's first and last 8 rows, then the codes of 16 rows, input by input.
+PACKED["fp8"] = np.dtype([("halves", "<f4", (LANES // SCALE_ROWS,)), ("codes", "u1", (BLOCK, LANES))])
+_NAMES = {packed.names[0]: name for name, packed in PACKED.items()}
 
 
 def _each(value, kind=VI):
@@ -62,8 +67,7 @@ def _each(value, kind=VI):
 def kind_of(array):
     """Name of what an array of this Numba type keeps: a key of BITS, or None: no weights."""
     if isinstance(array.dtype, types.Record):
-        (name, *_) = array.dtype.fields
-        return name if name in KINDS else "mxfp4"
+        return _NAMES[next(iter(array.dtype.fields))]
     return {types.float32: "f32", types.uint16: "bf16"}.get(array.dtype)
 
 
@@ -71,13 +75,15 @@ def source_of(kind, is_wide):
     """What widens weights of a kind. is_wide: one instruction permutes 16 f32."""
     if kind in KINDS:
         return Linear(KINDS[kind])
+    if kind == "fp8":
+        return Fp8()
     return Fp4(is_wide) if kind == "mxfp4" else Plain(kind == "bf16")
 
 
 class Plain:
     """f32 and bf16: an input is one load."""
 
-    step = 1
+    step, has_tail = 1, False
 
     def __init__(self, is_bf16):
         self.is_bf16 = is_bf16
@@ -101,7 +107,7 @@ def _at(builder, record, offset, kind):
 class Fp4:
     """MXFP4: a lane's word has 8 inputs, the first in its lowest bits."""
 
-    step, in_word = PIECE, 8
+    step, has_tail, in_word = PIECE, False, 8
 
     def __init__(self, is_wide):
         self.is_wide = is_wide
@@ -149,6 +155,39 @@ def ask(builder, record, size):
         _prefetch(builder, builder.gep(record, [_number(at)]))
 
 
+class Fp8:
+    """FP8: a byte an input. Sign, exponent and mantissa where an f32 has them are a number too small by
+    2^120, subnormal or not, and a scale larger by as much makes it right: f32(e4m3 * scale), rounded once.
+    """
+
+    step, has_tail, size = 32, True, PACKED["fp8"].itemsize
+
+    def open(self, builder, tile, k, stride):
+        return self.at(builder, tile, builder.mul(k, _number(self.step)), self.step)
+
+    def at(self, builder, tile, first, count=1):
+        """Reader of `count` inputs of a block, from input `first` on."""
+        record = builder.gep(tile, [builder.mul(builder.sdiv(first, _number(BLOCK)), _number(self.size))])
+        row = builder.mul(builder.srem(first, _number(BLOCK)), _number(LANES))
+        place = builder.gep(record, [builder.add(row, _number(self.size - BLOCK * LANES))])
+        ask(builder, place, count * LANES)
+        scale = self.scale(builder, record)
+
+        def value(j):
+            wide = builder.sext(_at(builder, place, LANES * j, VB), VI)
+            bits = builder.and_(builder.shl(wide, _each(20)), _each(0x87F00000))
+            return builder.fmul(builder.bitcast(bits, VF), scale)
+
+        return value
+
+    def scale(self, builder, record):
+        """2^120 times the scale of each of 16 rows."""
+        pair = _at(builder, record, 0, ir.VectorType(F32, LANES // SCALE_ROWS))
+        which = ir.Constant(VI, [lane // SCALE_ROWS for lane in range(LANES)])
+        each = builder.shuffle_vector(pair, ir.Constant(pair.type, ir.Undefined), which)
+        return builder.fmul(each, _each(2.0**120, VF))
+
+
 class Linear:
     """Kinds of kernels/blocks.py: code * scale + low, by one fused multiply-add a plane, which is exact, or
     rounds once where blocks have an m.
@@ -158,7 +197,7 @@ class Linear:
     become a negative number.
     """
 
-    step = PIECE
+    step, has_tail = PIECE, False
 
     def __init__(self, kind):
         self.kind, self.pieces = kind, kind.values // PIECE

@@ -61,6 +61,16 @@ def _pack_rows(halves, scales, codes, first, planes, head, piece, out):
                         below += bits
 
 
+def pack_scales(scales, is_paired, out):
+    """FP8's scales f32 (E, rows/8, blocks) to out (E, tiles, blocks, 2): of a tile's first and last 8 rows.
+    is_paired: tiles are of gate and up rows in turn."""
+    (experts, groups, blocks), halves = scales.shape, 1 + is_paired
+    tiles = out.shape[1] // halves
+    whole = np.zeros((experts, halves, 2 * tiles, blocks), np.float32)
+    whole[:, :, : groups // halves] = scales.reshape(experts, halves, -1, blocks)
+    out[...] = whole.reshape(experts, halves, tiles, 2, blocks).transpose(0, 2, 1, 4, 3).reshape(out.shape)
+
+
 def pack_blocks(kind, blocks, first, out):
     """Blocks (rows, cols / values) of a kind of kernels/blocks.py to rows `first`... of records
     (tiles, blocks), zeroed by the caller; some rows at a time."""

@@ -7,7 +7,7 @@
  * in shared memory, one more warp fills it.
  * Moves:  the weights of experts that have pairs, once where an expert has one run; token rows once a run and
  *         block.
- * Layout: packed weights of skinny.cuh, or of mxfp4.cuh, a matrix behind the other.
+ * Layout: packed weights of skinny.cuh, of mxfp4.cuh or of fp8.cuh, a matrix behind the other.
  * Bits:   a row's sum runs over a warp's units of K, then warps, each ascending. Who takes which piece, and
  *         how many rows are beside it, does not matter. */
 #pragma once
@@ -85,21 +85,32 @@ __device__ __forceinline__ void bring_run(const Run& run, const Tokens& from, co
 /* The weights that are asked for next: of `left` tiles of run `run` of the list. */
 struct Ahead {
     int run, left;
-    const char* at;  // the tile's first byte, or this lane's part of this warp's first unit
+    const char* at;      // the tile's first byte, or this lane's part of this warp's first unit
+    const char* scales;  // of FP8, the tile's
 
     __device__ __forceinline__ void find(const Plan& plan, const Run* list, const u8* w, int cols) {
         left = 0;
         if (run >= plan.listed) return;
         left = list[run].tiles;
-        at = (const char*)w + (size_t)list[run].tile * units_of(cols) * UNIT_SIZE;
+        at = (const char*)w + list[run].tile * unit_tile(cols);
+        if (FP8) scales = at + fp8_codes(cols);
         if (!RING) at += warp_index() * UNIT_SIZE + 16 * lane_index();
     }
 
     __device__ __forceinline__ void advance(const Plan& plan, const Run* list, const u8* w, int cols) {
-        at += (size_t)units_of(cols) * UNIT_SIZE;
+        at += unit_tile(cols);
+        if (FP8) scales += unit_tile(cols);
         if (--left > 0) return;
         ++run;
         find(plan, list, w, cols);
+    }
+
+    /* This warp's unit u of the tile to registers. */
+    __device__ __forceinline__ void load(Unit& unit, int u) const {
+        unit.load(at + u * WARPS * UNIT_SIZE);
+#if FP8
+        unit.load_scale(scales, u * WARPS + warp_index());
+#endif
     }
 };
 
@@ -131,7 +142,7 @@ struct Stream {
             if (next.left > 0) {
 #pragma unroll
                 for (int u = 0; u < CHUNKS; ++u)
-                    if (has_unit(u, cols)) a[s][u].load(next.at + u * WARPS * UNIT_SIZE);
+                    if (has_unit(u, cols)) next.load(a[s][u], u);
                 advance();
             }
     }
@@ -219,7 +230,7 @@ struct Stream {
         // what was asked for just now.
 #pragma unroll
         for (int u = 0; u < CHUNKS; ++u)
-            if (is_asked && has_unit(u, cols)) a[S][u].load(next.at + u * WARPS * UNIT_SIZE);
+            if (is_asked && has_unit(u, cols)) next.load(a[S][u], u);
         if (is_asked) advance();
         if (RING && ++slot == RING) slot = 0, phase ^= 1;
         give_sums(acc, ordinal++, count, places.sums, barriers);

@@ -1,5 +1,5 @@
-/* What a warp takes of a tile of an expert's weights at a time: 32 k of bf16, or 64 k of MXFP4, which becomes
- * bf16 in registers, exactly (mxfp4.cuh). */
+/* What a warp takes of a tile of an expert's weights at a time: 32 k of bf16, or 64 k of MXFP4 or FP8, which
+ * become bf16 in registers, exactly (mxfp4.cuh, fp8.cuh). */
 #pragma once
 #include "mxfp4.cuh"
 #include "skinny_finish.cuh"
@@ -14,10 +14,15 @@
 #define EVEN_UNITS 0  // 1: every warp has CHUNKS
 #endif
 
-constexpr int UNIT_K = MXFP4 ? 64 : 32, UNIT_CHUNKS = UNIT_K / 32;
-constexpr int UNIT_SIZE = MXFP4 ? UNIT_BYTES : CHUNK_BYTES;
+constexpr int UNIT_K = MXFP4 || FP8 ? 64 : 32, UNIT_CHUNKS = UNIT_K / 32;
+constexpr int UNIT_SIZE = MXFP4 ? UNIT_BYTES : UNIT_CHUNKS * CHUNK_BYTES;
 
 __device__ __forceinline__ int units_of(int cols) { return (cols + UNIT_K - 1) / UNIT_K; }
+
+/* Bytes of a row tile. */
+__device__ __forceinline__ size_t unit_tile(int cols) {
+    return FP8 ? fp8_tile(cols) : (size_t)units_of(cols) * UNIT_SIZE;
+}
 
 /* Whether a warp has unit u of its CHUNKS at most, which are dealt out in turn. */
 __device__ __forceinline__ bool has_unit(int u, int cols) {
@@ -36,6 +41,14 @@ struct Unit {
     u32 scales;
 #else
     uint4 words[2];
+#endif
+#if FP8
+    float2 scale;  // of rows 0..7, of rows 8..15
+
+    /* scales: of the tile. unit: of its units. */
+    __device__ __forceinline__ void load_scale(const char* scales, int unit) {
+        scale = __ldg((const float2*)scales + unit / (SCALE_K / UNIT_K));
+    }
 #endif
 
     __device__ __forceinline__ void load(const char* from) {
@@ -123,6 +136,22 @@ __device__ __forceinline__ void multiply(float (&acc)[TOKEN_TILES][4], const Uni
                    [&](int n) { return tokens(0, n); });
     multiply_chunk(acc, numbers<1, 0>(v, a.scales), numbers<1, 1>(v, a.scales), count,
                    [&](int n) { return tokens(1, n); });
+#elif FP8
+    uint4 wide[4];
+    widen_chunk(wide, a.words[0]), widen_chunk(wide + 2, a.words[1]);
+#pragma unroll
+    for (int n = 0; n < TOKEN_TILES; ++n) {
+        if (n > 0 && 8 * n >= count) break;
+        float part[4] = {};
+#pragma unroll
+        for (int chunk = 0; chunk < 2; ++chunk) {
+            const uint4 b = tokens(chunk, n);
+            mma_bf16(part, wide[2 * chunk], b.x, b.y);
+            mma_bf16(part, wide[2 * chunk + 1], b.z, b.w);
+        }
+#pragma unroll
+        for (int e = 0; e < 4; ++e) acc[n][e] = fmaf(e < 2 ? a.scale.x : a.scale.y, part[e], acc[n][e]);
+    }
 #else
     multiply_chunk(acc, a.words[0], a.words[1], count, [&](int n) { return tokens(0, n); });
 #endif

@@ -1,8 +1,9 @@
 /* What the plain kernels share: types by macro, one warp a weight row, tokens in groups of 8.
- * ACTIVATION, WEIGHT: float or bf16. Every kernel here takes any shape and is the reading copy of a fast one.
+ * ACTIVATION, WEIGHT: float or bf16; of FP8, which is always packed (fp8.cuh), u8. Every kernel here takes
+ * any shape and is the reading copy of a fast one.
  */
 #pragma once
-#include "common.cuh"
+#include "fp8.cuh"
 
 #ifndef ACTIVATION
 #define ACTIVATION bf16
@@ -20,8 +21,39 @@ constexpr int WARPS = 4;  // of a block
 #define PACKED 0
 #endif
 
+#if FP8
+struct WeightRow {
+    const u8* first;      // of the row's lanes
+    const float* scales;  // every other one
+
+    __device__ __forceinline__ static size_t size(int rows, int cols) {
+        return (size_t)((PACKED == 2 ? rows / 2 + 7 : rows + 15) / (PACKED == 2 ? 8 : 16)) * fp8_tile(cols);
+    }
+
+    __device__ __forceinline__ WeightRow(const u8* w, int n, int rows, int cols) {
+        bool is_up = PACKED == 2 && n >= rows / 2;
+        int row = is_up ? n - rows / 2 : n, tile = row / (PACKED == 2 ? 8 : 16);
+        bool is_bottom = PACKED == 2 ? is_up : row % 16 >= 8;
+        const u8* record = w + tile * fp8_tile(cols);
+        first = record + row % 8 * 64 + 4 * is_bottom;
+        scales = (const float*)(record + fp8_codes(cols)) + is_bottom;
+    }
+
+    __device__ __forceinline__ float operator[](int k) const {
+        u8 code = first[k / 32 * FP8_CHUNK + k % 32 / 8 * 16 + k % 8 / 4 * 8 + k % 2 * 2 + k % 4 / 2];
+        return e4m3_value(code) * scales[k / SCALE_K * 2];
+    }
+};
+#else
 struct WeightRow {
     const WEIGHT* first;
+
+    /* Elements of a whole weight. */
+    __device__ __forceinline__ static size_t size(int rows, int cols) {
+        if (PACKED == 0) return (size_t)rows * cols;
+        return (size_t)((PACKED == 2 ? rows / 2 + 7 : rows + 15) / (PACKED == 2 ? 8 : 16)) *
+               ((cols + 31) / 32) * 512;
+    }
 
     __device__ __forceinline__ WeightRow(const WEIGHT* w, int n, int rows, int cols) {
         if (PACKED == 0) {
@@ -39,6 +71,7 @@ struct WeightRow {
         return to_f32(first[k / 32 * 512 + k % 8 / 4 * 256 + k % 32 / 8 * 8 + k % 4 / 2 * 4 + k % 2]);
     }
 };
+#endif
 
 /* Lane i < count gets w . tokens(i), for up to GROUP tokens of `cols` elements; the other lanes get 0.
  * Lane l sums k = l, l + 32, ..., then the 32 sums meet in lane order: the same bits whatever `count` is.

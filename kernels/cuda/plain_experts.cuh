@@ -1,4 +1,4 @@
-/* Rows of an expert's weight in the plain kernels: as plain.cuh's, and MXFP4. */
+/* Rows of an expert's weight in the plain kernels: as plain.cuh's, or MXFP4. */
 #pragma once
 #include "mxfp4.cuh"
 #include "plain.cuh"
@@ -41,11 +41,6 @@ struct ExpertRow {
 };
 #else
 struct ExpertRow : WeightRow {
-    __device__ __forceinline__ static size_t size(int rows, int cols) {
-        if (PACKED == 0) return (size_t)rows * cols;
-        return (size_t)((PACKED == 2 ? rows / 2 + 7 : rows + 15) / (PACKED == 2 ? 8 : 16)) *
-               ((cols + 31) / 32) * 512;
-    }
     __device__ __forceinline__ ExpertRow(const WEIGHT* w, const u8*, int e, int n, int rows, int cols)
         : WeightRow(w + e * size(rows, cols), n, rows, cols) {}
 };

@@ -5,6 +5,7 @@
  * they meet in memory, and sink.write(token, that, sums) ends it. Both have a WHOLE variant, without looks at
  * ends and addresses, where sink.is_whole(). */
 #pragma once
+#include "fp8.cuh"
 #include "neighbours.cuh"
 
 #ifndef TOKENS

@@ -14,7 +14,8 @@
 
 constexpr int WARPS_DOWN = OUTPUTS / 64, WARPS_ACROSS = TOKENS / 64;
 constexpr int THREADS = 32 * WARPS_DOWN * WARPS_ACROSS;
-constexpr int WEIGHT_BYTES = OUTPUTS * STAGE_K * 2, TOKEN_BYTES = TOKENS * STAGE_K * 2;
+constexpr int TILE_BYTES = 2 * CHUNK_BYTES;  // of a row tile of weights, in a stage
+constexpr int WEIGHT_BYTES = WEIGHT_TILES * TILE_BYTES, TOKEN_BYTES = TOKENS * STAGE_K * 2;
 
 /* What one block computes. */
 struct Product {
@@ -26,7 +27,7 @@ struct Product {
     /* w: packed, `tiles` row tiles. group: which WEIGHT_TILES of them. */
     __device__ __forceinline__ Product(const u16* w, int tiles_, int group, const bf16* x_, int rows_,
                                        int cols_)
-        : weights((const char*)w + (size_t)group * WEIGHT_TILES * ((cols_ + 31) / 32) * 1024),
+        : weights((const char*)w + group * WEIGHT_TILES * tile_bytes(cols_)),
           tiles(tiles_ - group * WEIGHT_TILES),
           x(x_),
           first_token(blockIdx.x * TOKENS),
@@ -34,15 +35,15 @@ struct Product {
           cols(cols_) {}
 };
 
-/* A stage's weights: [tile][2 chunks][2][lane] of 16 bytes, as in memory. Zeros past the last tile or chunk.
- */
+/* A stage's weights: [tile][2 chunks] as in memory. Zeros past the last tile or chunk. */
 __device__ __forceinline__ void load_weights(const Product& p, char* stage, int step) {
     const int chunks = (p.cols + 31) / 32, thread = opaque(threadIdx.x);
 #pragma unroll
     for (int i = 0; i < WEIGHT_BYTES / 16 / THREADS; ++i) {
-        int unit = i * THREADS + thread, tile = unit / 128, rest = unit % 128;
-        bool is_there = tile < p.tiles && 2 * step + rest / 64 < chunks;
-        const char* from = p.weights + ((size_t)tile * chunks + 2 * step) * 1024 + 16 * rest;
+        int unit = i * THREADS + thread, tile = unit / (TILE_BYTES / 16),
+            rest = 16 * (unit % (TILE_BYTES / 16));
+        bool is_there = tile < p.tiles && 2 * step + rest / CHUNK_BYTES < chunks;
+        const char* from = p.weights + tile * tile_bytes(p.cols) + 2 * step * CHUNK_BYTES + rest;
         cp_async_16_or_zero(stage + 16 * unit, is_there ? from : p.weights, is_there);
     }
 }
@@ -64,27 +65,49 @@ __device__ __forceinline__ void load_tokens(const Product& p, char* stage, int s
     }
 }
 
+/* FP8: the scales of a stage's k, of this warp's four row tiles: rows 0..7, rows 8..15. */
+struct Scales {
+    float2 of[4];
+
+    __device__ __forceinline__ void load(const Product& p, int step) {
+        const int first = warp_index() % WARPS_DOWN * 4;
+        const char* scales = p.weights + fp8_codes(p.cols) + step / (SCALE_K / STAGE_K) * sizeof(float2);
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            of[i] = __ldg((const float2*)(scales + min(first + i, p.tiles - 1) * tile_bytes(p.cols)));
+    }
+};
+
 /* acc[i][n]: 16 outputs x 8 tokens of the warp's 64 x 64, over the 64 k of a stage. */
-__device__ __forceinline__ void multiply(float (&acc)[4][8][4], const char* stage) {
+__device__ __forceinline__ void multiply(float (&acc)[4][8][4], const char* stage, const Scales& scales) {
     const int lane = opaque(lane_index()), warp = opaque(warp_index());
     const int down = warp % WARPS_DOWN, across = warp / WARPS_DOWN;
-    const char* weights = stage + down * 4 * 2048 + 16 * lane;
+    const char* weights = stage + down * 4 * TILE_BYTES + 16 * lane;
     const char* tokens = stage + WEIGHT_BYTES + across * 64 * 128;
 #pragma unroll
     for (int chunk = 0; chunk < 2; ++chunk) {
         uint4 a[4][2];
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-#pragma unroll
-            for (int j = 0; j < 2; ++j)
-                a[i][j] = *(const uint4*)(weights + i * 2048 + chunk * 1024 + j * 512);
+        for (int i = 0; i < 4; ++i) {
+            const uint4* words = (const uint4*)(weights + i * TILE_BYTES + chunk * CHUNK_BYTES);
+            if constexpr (FP8)
+                widen_chunk(a[i], *words);
+            else
+                a[i][0] = words[0], a[i][1] = words[32];
+        }
 #pragma unroll
         for (int n = 0; n < 8; ++n) {
             uint4 b = *(const uint4*)(tokens + 16 * token_unit(8 * n + lane / 4, 4 * chunk + lane % 4));
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                mma_bf16(acc[i][n], a[i][0], b.x, b.y);
-                mma_bf16(acc[i][n], a[i][1], b.z, b.w);
+                float part[4] = {};
+                float (&sums)[4] = FP8 ? part : acc[i][n];
+                mma_bf16(sums, a[i][0], b.x, b.y);
+                mma_bf16(sums, a[i][1], b.z, b.w);
+                if (FP8)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e)
+                        acc[i][n][e] = fmaf(e < 2 ? scales.of[i].x : scales.of[i].y, part[e], acc[i][n][e]);
             }
         }
     }
@@ -108,6 +131,8 @@ __device__ __forceinline__ void prefill(const Product& p, const Sink& sink) {
     }
     int reading = 0, filling = STAGES - 1;
     for (int step = 0; step < steps; ++step) {
+        Scales scales;
+        if (FP8) scales.load(p, step);
         cp_async_wait<STAGES - 2>();
         __syncthreads();  // the stage is there for all, and the one before has been read by all
         int later = step + STAGES - 1;
@@ -116,7 +141,7 @@ __device__ __forceinline__ void prefill(const Product& p, const Sink& sink) {
             load_tokens(p, dynamic + filling * STAGE, later);
         }
         cp_async_commit();
-        multiply(acc, dynamic + reading * STAGE);
+        multiply(acc, dynamic + reading * STAGE, scales);
         reading = reading + 1 == STAGES ? 0 : reading + 1;
         filling = filling + 1 == STAGES ? 0 : filling + 1;
     }

@@ -12,7 +12,7 @@
 
 constexpr int CONSUMERS = 2 * OUTPUTS, THREADS = CONSUMERS + 128;  // the first so many compute
 constexpr int COLUMN_BYTES = 2 * STAGE_K;
-constexpr int TILE_BYTES = 16 * COLUMN_BYTES;  // of a row tile of weights
+constexpr int TILE_BYTES = 2 * CHUNK_BYTES;  // of a row tile of weights
 constexpr int TOKEN_BYTES = TOKENS * COLUMN_BYTES, STAGE = TOKEN_BYTES + WEIGHT_TILES * TILE_BYTES;
 constexpr int FINISHED = 4 * TOKENS * PITCH;
 constexpr int RING = STAGES * STAGE > FINISHED ? STAGES * STAGE : FINISHED;  // bytes; barriers lie behind
@@ -27,7 +27,7 @@ struct Product {
     /* w: packed, `tiles` row tiles. group: which WEIGHT_TILES of them. */
     __device__ __forceinline__ Product(const u16* w, int tiles_, int group, const bf16* x_, int rows_,
                                        int cols_)
-        : weights((const char*)w + (size_t)group * WEIGHT_TILES * ((cols_ + 31) / 32) * 1024),
+        : weights((const char*)w + group * WEIGHT_TILES * tile_bytes(cols_)),
           x((const char*)x_ + (size_t)blockIdx.x * TOKENS * COLUMN_BYTES),
           tiles(min(WEIGHT_TILES, tiles_ - group * WEIGHT_TILES)),
           first_token(blockIdx.x * TOKENS),
@@ -60,12 +60,12 @@ __device__ __forceinline__ void copy_weights(const Product& p, const Ring& ring,
     __syncwarp();
     if (lane >= p.tiles) return;
     char* to = ring.stages + slot * STAGE + TOKEN_BYTES + lane * TILE_BYTES;
-    const char* from = p.weights + ((size_t)lane * chunks + 2 * step) * 1024;
+    const char* from = p.weights + lane * tile_bytes(p.cols) + 2 * step * CHUNK_BYTES;
     if (2 * step + 1 < chunks) {
-        bulk_load(to, from, 2048, &ring.full[slot]);
+        bulk_load(to, from, TILE_BYTES, &ring.full[slot]);
     } else {
-        bulk_load(to, from, 1024, &ring.full[slot]);
-        bulk_load(to + 1024, from, 1024, &ring.full[slot]);
+        bulk_load(to, from, CHUNK_BYTES, &ring.full[slot]);
+        bulk_load(to + CHUNK_BYTES, from, CHUNK_BYTES, &ring.full[slot]);
     }
 }
 
@@ -94,8 +94,12 @@ struct Half {
     uint4 a[2];
 
     __device__ __forceinline__ void load(const char* stage, int half) {
-        const char* from = stage + TOKEN_BYTES + warp_index() * TILE_BYTES + 1024 * half + 16 * lane_index();
-        a[0] = *(const uint4*)from, a[1] = *(const uint4*)(from + 512);
+        const char* from =
+            stage + TOKEN_BYTES + warp_index() * TILE_BYTES + CHUNK_BYTES * half + 16 * lane_index();
+        if constexpr (FP8)
+            widen_chunk(a, *(const uint4*)from);
+        else
+            a[0] = *(const uint4*)from, a[1] = *(const uint4*)(from + 512);
     }
 
     __device__ __forceinline__ void multiply(float (&acc)[TOKENS / 2], const char* stage, int half) const {
@@ -109,21 +113,53 @@ struct Half {
 /* Every lane arrives, for the weights that it read itself (skinny_finish.cuh). */
 __device__ __forceinline__ void give_back(const Ring& ring, int slot) { mbarrier_arrive(&ring.empty[slot]); }
 
+/* FP8: sums over the 128 k that share a scale, and the scales of this lane's rows. */
+struct Scaled {
+    const float2* of;  // of this warp's row tile: rows 0..7, rows 8..15
+    float2 scale;
+    float part[TOKENS / 2] = {};
+
+    __device__ __forceinline__ explicit Scaled(const Product& p)
+        : of((const float2*)(p.weights + min((int)warp_index(), p.tiles - 1) * tile_bytes(p.cols) +
+                             fp8_codes(p.cols))) {}
+
+    /* Before a stage, of which two share scales. */
+    __device__ __forceinline__ void begin(int step) {
+        if (step % 2) return;
+        scale = __ldg(of + step / 2);
+        wgmma_pin(part);
+    }
+
+    /* After it: nothing is under way. */
+    __device__ __forceinline__ void end(float (&acc)[TOKENS / 2], int step, int steps) {
+        if (step % 2 == 0 && step + 1 < steps) return;
+        wgmma_wait<0>();
+#pragma unroll
+        for (int i = 0; i < TOKENS / 2; ++i)
+            acc[i] = fmaf(i % 4 < 2 ? scale.x : scale.y, part[i], acc[i]), part[i] = 0.f;
+    }
+};
+
 /* All sums of a warpgroup. Half a stage is multiplied while the weights of the next half come to registers
  * that the half before has left. */
-__device__ __forceinline__ void multiply_all(float (&acc)[TOKENS / 2], const Ring& ring, int steps) {
+__device__ __forceinline__ void multiply_all(float (&acc)[TOKENS / 2], const Product& p, const Ring& ring,
+                                             int steps) {
     Half first, second;
+    Scaled scaled(p);
+    float (&sums)[TOKENS / 2] = FP8 ? scaled.part : acc;
     int step = 0, slot = 0, parity = 0;
     do {
         const char* stage = ring.stages + slot * STAGE;
+        if (FP8) scaled.begin(step);
         mbarrier_wait(&ring.full[slot], parity);
         first.load(stage, 0);
-        first.multiply(acc, stage, 0);
+        first.multiply(sums, stage, 0);
         wgmma_wait<1>();
         if (step > 0 && step - 1 + STAGES < steps) give_back(ring, (slot ? slot : STAGES) - 1);
         second.load(stage, 1);
-        second.multiply(acc, stage, 1);
+        second.multiply(sums, stage, 1);
         wgmma_wait<1>();
+        if (FP8) scaled.end(acc, step, steps);
         if (++slot == STAGES) slot = 0, parity ^= 1;
     } while (++step < steps);
     wgmma_wait<0>();
@@ -144,7 +180,7 @@ __device__ __forceinline__ void prefill(const Product& p, const Sink& sink) {
     }
     if constexpr (TOKENS == 256) registers_take<232>();  // of 168, half a warpgroup's sums and more
     float acc[TOKENS / 2] = {};
-    multiply_all(acc, ring, steps);
+    multiply_all(acc, p, ring, steps);
     griddep_wait();
     named_barrier_sync(1, CONSUMERS);  // all stages have been read
     float* tile = (float*)dynamic;

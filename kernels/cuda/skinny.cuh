@@ -4,7 +4,8 @@
  *         that what a tile's end costs does not hold up the stream. Shared: the slice's tokens, two sets of
  *         sums.
  * Moves:  the weights once; tokens once a block, from L2.
- * Layout: packed weights [N/16][K/32][2][lane][8] bf16, sizes rounded up with zeros (pack.cu). In each 32 k,
+ * Layout: packed weights [N/16][K/32][2][lane][8] bf16, sizes rounded up with zeros (pack.cu), or FP8 as
+ *         fp8.cuh says. In each 32 k,
  *         lane l owns k 8(l%4)..+7 and gives 4 of them to each of two mma's, so the B operands of both are
  *         one 16-byte read. Tokens lie as [K/32][8 rows][32 k], which is the order in which a warp reads
  *         them: no bank conflicts. Only the order of the sum changes, the same for all weights.
@@ -13,6 +14,7 @@
  * Source: kernel-playbook 2, 2a; warps that add through shared memory as in Marlin (Frantar et al. 2024). */
 #pragma once
 #include "skinny_finish.cuh"
+#include "skinny_weights.cuh"
 
 // ---- the stream of weights: WARPS warps ----
 
@@ -24,14 +26,16 @@ __device__ __forceinline__ int steps_of(const Task& task) {
 
 /* The step whose weights are asked for next. */
 struct Cursor {
-    const char* at;
+    const char *at, *scales;  // scales: of FP8, the tile's
     int tile, step;
 
     template <class Matrix>
     __device__ __forceinline__ void start(const Task& task, const Matrix& weights, int tile_) {
         tile = tile_, step = 0;
-        if (tile < task.tiles)
-            at = weights.at(tile) + (task.begin + warp_index()) * CHUNK_BYTES + 16 * lane_index();
+        if (tile >= task.tiles) return;
+        const char* first = weights.at(tile);
+        at = first + (task.begin + warp_index()) * CHUNK_BYTES + 16 * lane_index();
+        if (FP8) scales = first + fp8_codes(opaque(task.cols));
     }
 
     /* Chunks of this warp from here to the tile's end; none past the last tile. */
@@ -46,11 +50,11 @@ struct Cursor {
     }
 };
 
-typedef uint4 Fragments[2 * CHUNKS];
-
-__device__ __forceinline__ void load_chunk(Fragments& a, int u, const char* at) {
-    a[2 * u] = load_stream(at + u * WARPS * CHUNK_BYTES);
-    a[2 * u + 1] = load_stream(at + u * WARPS * CHUNK_BYTES + CHUNK_BYTES / 2);
+/* FP8: the scales of the step that `next` names. */
+__device__ __forceinline__ void load_scales(Fragments& a, const Task& task, const Cursor& next) {
+    if (FP8)
+        a.load_scales(next.scales, task.begin + opaque(threadIdx.x) / 32 + next.step * CHUNKS * WARPS,
+                      next.rest(task));
 }
 
 /* The warp's next ASKED_CHUNKS chunks to L2: memory then has something to do until the tokens are there. */
@@ -60,8 +64,9 @@ __device__ __forceinline__ void ask(const Task& task, const Matrix& weights, Cur
 #pragma unroll(1)
     for (int left = ASKED_CHUNKS; left > 0; left -= CHUNKS) {
         int here = min(min(left, CHUNKS), next.rest(task));
-        for (int u = lane / 8; u < here; u += 4)  // 8 lanes a chunk, a line each
-            prefetch_l2(next.at - 16 * lane + u * WARPS * CHUNK_BYTES + 128 * (lane % 8));
+        constexpr int LINES = CHUNK_BYTES / 128;  // of a chunk, a lane each
+        for (int u = lane / LINES; u < here; u += 32 / LINES)
+            prefetch_l2(next.at - 16 * lane + u * WARPS * CHUNK_BYTES + 128 * (lane % LINES));
         next.advance(task, weights);
     }
 }
@@ -84,40 +89,45 @@ __device__ __forceinline__ void hand_over(float (&acc)[TOKEN_TILES][4], int ordi
     mbarrier_arrive(&barriers.full[ordinal % FULL_BARRIERS]);
 }
 
+/* The steps under way in turn. Not a loop: of large bodies the compiler keeps one, and weights in memory. */
+template <int S = 0, class Take>
+__device__ __forceinline__ bool take_all(Fragments (&a)[AHEAD], const Take& take) {
+    if constexpr (S == AHEAD)
+        return true;
+    else
+        return take(a[S]) && take_all<S + 1>(a, take);
+}
+
 template <bool IS_NORMED, class Matrix>
 __device__ __forceinline__ void stream(const Task& task, const Matrix& weights, Fragments (&a)[AHEAD],
                                        Cursor& next, unsigned char* tokens, float2* sums,
                                        Barriers& barriers) {
-    const unsigned char* own = tokens + warp_index() * TOKEN_CHUNK + 16 * lane_index();
+    const unsigned char* first = tokens + warp_index() * TOKEN_CHUNK + 16 * lane_index();
     float acc[TOKEN_TILES][4] = {};
     int tile = task.first, step = 0, ordinal = 0;
-    while (true) {
-        if (ordinal == 0) ready<IS_NORMED>(task, step * CHUNKS, tokens);
+    auto take = [&](Fragments& own) {  // a step; false: there is none
+        if (tile >= task.tiles) return false;
+        if (!EARLY_LAUNCH && next.tile >= task.tiles && warp_index() == 0)
+            griddep_launch();  // the last load is under way
+        int rest = own_chunks(task) - step * CHUNKS, asked = next.rest(task);
+        const unsigned char* k = first + step * (CHUNKS * WARPS * TOKEN_CHUNK);
+        const float scale = own.scale;
+        load_scales(own, task, next);
 #pragma unroll
-        for (int s = 0; s < AHEAD; ++s) {
-            if (tile >= task.tiles) return;
-            if (!EARLY_LAUNCH && next.tile >= task.tiles && warp_index() == 0)
-                griddep_launch();  // the last load is under way
-            int rest = own_chunks(task) - step * CHUNKS, asked = next.rest(task);
-            const unsigned char* k = own + step * (CHUNKS * WARPS * TOKEN_CHUNK);
-#pragma unroll
-            for (int u = 0; u < CHUNKS; ++u) {
-                if (u < rest)
-#pragma unroll
-                    for (int n = 0; n < TOKEN_TILES; ++n) {
-                        uint4 b = *(const uint4*)(k + u * WARPS * TOKEN_CHUNK + 512 * n);
-                        mma_bf16(acc[n], a[s][2 * u], b.x, b.y);
-                        mma_bf16(acc[n], a[s][2 * u + 1], b.z, b.w);
-                    }
-                if (u < asked) load_chunk(a[s], u, next.at);
-            }
-            next.advance(task, weights);
-            if (++step == steps_of(task)) {
-                hand_over(acc, ordinal++, sums, barriers);
-                step = 0, tile += task.step;
-            }
+        for (int u = 0; u < CHUNKS; ++u) {
+            if (u < rest) multiply(acc, own, scale, u, k + u * WARPS * TOKEN_CHUNK);
+            if (u < asked) own.load(u, next.at);
         }
-    }
+        next.advance(task, weights);
+        if (++step == steps_of(task)) {
+            hand_over(acc, ordinal++, sums, barriers);
+            step = 0, tile += task.step;
+        }
+        return true;
+    };
+    do {
+        if (ordinal == 0) ready<IS_NORMED>(task, step * CHUNKS, tokens);
+    } while (take_all(a, take));
 }
 
 // ---- the whole of it ----
@@ -141,7 +151,8 @@ __device__ __forceinline__ void skinny(const Task& task, const Matrix& weights, 
         for (int s = 0; s < AHEAD; ++s) {
 #pragma unroll
             for (int u = 0; u < CHUNKS; ++u)
-                if (u < next.rest(task)) load_chunk(a[s], u, next.at);
+                if (u < next.rest(task)) a[s].load(u, next.at);
+            load_scales(a[s], task, next);
             next.advance(task, weights);
         }
         ask(task, weights, next);

@@ -53,7 +53,7 @@ struct HeadWeights {
         int first_tiles = (opaque(first_rows) + 15) / 16;
         bool is_first = tile < first_tiles;
         return (const char*)(is_first ? first : second) +
-               (size_t)(is_first ? tile : tile - first_tiles) * ((opaque(cols) + 31) / 32) * CHUNK_BYTES;
+               (is_first ? tile : tile - first_tiles) * tile_bytes(opaque(cols));
     }
 };
 

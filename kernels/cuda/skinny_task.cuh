@@ -1,6 +1,7 @@
 /* What a block of the *_fast kernels of few rows is given: token rows, a slice of K, row tiles of the
  * weights. The frame itself is skinny.cuh. */
 #pragma once
+#include "fp8.cuh"
 #include "sm90.cuh"
 
 #ifndef TOKEN_TILES
@@ -43,7 +44,7 @@ constexpr int CHUNKS = STEP_CHUNKS;
 constexpr int AHEAD = STEPS_AHEAD;
 constexpr int UNITS = 2 * TOKEN_TILES;  // pairs of outputs a lane: rows g, g + 8 of a token, g = lane / 4
 constexpr int MOST_ROWS = 8 * TOKEN_TILES;
-constexpr int CHUNK_BYTES = 1024;               // of packed weights: 16 rows x 32 k
+constexpr int LOADS = CHUNK_BYTES / 512;        // of 16 bytes a lane, of a chunk
 constexpr int TOKEN_CHUNK = 512 * TOKEN_TILES;  // bytes of a chunk of the tokens
 constexpr int SQUARES = 64;  // floats a slice at the start of the workspace: sums of squares by token row
 
@@ -77,7 +78,7 @@ struct Weights {
     const u16* packed;
 
     __device__ __forceinline__ const char* at(int tile) const {
-        return (const char*)packed + (size_t)tile * ((opaque(cols) + 31) / 32) * CHUNK_BYTES;
+        return (const char*)packed + tile * tile_bytes(opaque(cols));
     }
 };
 

@@ -31,6 +31,12 @@ __device__ __forceinline__ void wgmma_pin(float (&d)[Tiles][4]) {
         for (int e = 0; e < 4; ++e) asm volatile("" : "+f"(d[n][e])::"memory");
 }
 
+template <int Count>
+__device__ __forceinline__ void wgmma_pin(float (&d)[Count]) {
+#pragma unroll
+    for (int i = 0; i < Count; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
 __device__ __forceinline__ void wgmma_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }

@@ -4,6 +4,8 @@
 inline void wgmma_fence(EMULATE_SITE) { emulate::wgmma_fence(site); }
 template <int Tiles>
 void wgmma_pin(float (&)[Tiles][4]) {}
+template <int Count>
+void wgmma_pin(float (&)[Count]) {}
 inline void wgmma_commit(EMULATE_SITE) { emulate::wgmma_commit(site); }
 
 template <int Left>

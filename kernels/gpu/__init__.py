@@ -18,7 +18,7 @@ from ..weight import Weight
 COUNTERS = 4096
 HAS_WGMMA = "sm_90a", "emulated"  # arches
 
-from . import fast, plain, prefill  # they read COUNTERS
+from . import fast, fp8, plain, prefill  # they read COUNTERS
 from .attend_fast import LEAF
 
 
@@ -70,7 +70,7 @@ class GpuBackend:
         0: a matrix.
         Errors: UserError when memory runs out.
         """
-        kind, is_packed = stored_type(parts), self.activations == "bf16"
+        kind, is_packed = stored_type(parts), self.activations == "bf16" or parts[0].dtype == "FP8"
         found = fast.pack(self, parts, role, experts) if is_packed and kind is not np.float32 else None
         if found is None:
             found = self._plain(parts, kind, experts)
@@ -91,9 +91,10 @@ class GpuBackend:
 
 
 def stored_type(parts):
-    """In which type stacked tensors are kept: u16, as bf16 bits, f32, or u8, MXFP4's bytes."""
+    """In which type stacked tensors are kept: u16, as bf16 bits, f32, or u8, MXFP4's and FP8's bytes."""
     kinds = {part.dtype for part in parts}
-    return {("BF16",): np.uint16, ("MXFP4",): np.uint8}.get(tuple(kinds), np.float32)
+    known = {("BF16",): np.uint16, ("MXFP4",): np.uint8, ("FP8",): np.uint8}
+    return known.get(tuple(kinds), np.float32)
 
 
 def matrix_shape(parts):
@@ -104,7 +105,11 @@ def matrix_shape(parts):
 def stored_shape(parts, dtype):
     """Of the array that holds stacked tensors: (rows, cols), or all bytes in a row."""
     rows, cols = matrix_shape(parts)
-    return (rows * (cols // 2 + cols // 32),) if dtype is np.uint8 else (rows, cols)
+    if dtype is not np.uint8:
+        return rows, cols
+    if parts[0].dtype == "FP8":
+        return (4 * fp8.scale_count(rows, cols) + rows * cols,)
+    return (rows * (cols // 2 + cols // 32),)
 
 
 def blocks_and_scales(data, rows, cols):
@@ -115,11 +120,12 @@ def blocks_and_scales(data, rows, cols):
 
 def host_arrays(parts, dtype):
     """Contiguous host arrays that lie one behind the other in `stored_shape`:
-    of MXFP4 all blocks, then all scales."""
+    of MXFP4 all blocks, then all scales; of FP8 the scales, which want to be aligned, come first."""
     if dtype is not np.uint8:
         return [as_stored(part, dtype) for part in parts]
-    arrays = [part.array for part in parts] + [part.scales for part in parts]
-    return [np.ascontiguousarray(array).reshape(-1) for array in arrays]
+    numbers, scales = [part.array for part in parts], [part.scales for part in parts]
+    arrays = scales + numbers if parts[0].dtype == "FP8" else numbers + scales
+    return [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]
 
 
 def as_stored(part, dtype):

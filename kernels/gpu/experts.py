@@ -17,7 +17,7 @@ from .split import CHUNK, SHARED_PER_BLOCK, STATIC
 
 TOKEN_TILES = 1, 2, 4  # groups of 8 rows that kernels are compiled for
 # k, bytes, and registers a lane of experts_units.cuh's unit
-UNIT = {"bf16": (32, 1024, 8), "mxfp4": (64, 544, 5)}
+UNIT = {"bf16": (32, 1024, 8), "mxfp4": (64, 544, 5), "fp8": (64, 1024, 10)}
 MOST_WARPS, MOST_AHEAD = 16, 3  # that stream; tiles on their way to registers
 RINGED, MOST_RING = ("mxfp4",), 4  # types whose weights come to a ring in shared memory; its tiles
 OTHERS = 64  # registers of a lane that do not hold weights under way
@@ -59,7 +59,7 @@ class Cut:
 
 
 def tile_bytes(cols, kind):
-    """Of packed weights."""
+    """Of packed weights, of which a ring holds tiles."""
     width, size, _ = UNIT[kind]
     return -(-cols // width) * size
 
@@ -145,7 +145,7 @@ def defines_of(cut, cols, kind, frame, act=0, has_large_scales=False):
         "FINISH_WARPS": cut.finishers, "ASKED_TILES": cut.asked, "RING_TILES": frame.ring,
         "EVEN_UNITS": int(-(-cols // UNIT[kind][0]) == cut.warps * cut.units),
         "MXFP4": int(kind == "mxfp4"), "LARGE_SCALES": int(has_large_scales), "ACT": act,
-    }  # fmt: skip
+    } | ({"FP8": 1} if kind == "fp8" else {})  # fmt: skip
 
 
 def dealt(sms, tiles, experts, rows, used, most_rows):

@@ -40,7 +40,7 @@ def choose(cols, kind, row, token_rows, own=0):
     """The Few of experts with so many inputs, or None: shared memory has no room.
     own: bytes that the kernel needs itself."""
     cut = experts.choose(cols, kind, row)
-    if cut is None or cols % 8:
+    if cut is None or cols % 8 or kind == "fp8":  # no kernel of few pairs for it
         return None
     width, size, _ = experts.UNIT[kind]
     chunks = -(-cols // width) * width // CHUNK

@@ -30,20 +30,22 @@ from dataclasses import replace
 import numpy as np
 
 from ..weight import MATRIX, PAIRS, TABLE, TILE, Weight
-from . import COUNTERS, attend_fast, experts, experts_few, plain, split
+from . import COUNTERS, attend_fast, experts, experts_few, fp8, plain, split
 
 PAIRED = "packed pairs"  # a tile holds 8 gate rows and the 8 up rows that go with them
 
 
 def take(backend, row, args):
     """True if a fast variant of `row` took the call."""
-    function = FAST.get(row)
+    function = FAST.get(row) if backend.activations == "bf16" else None
     return function is not None and bool(function(backend, *args))
 
 
 def pack(backend, parts, role, count=0):
     """`Weight` in fragment order from checkpoint tensors stacked along rows, of `count` experts, or None: it
     stays plain."""
+    if all(part.dtype == "FP8" for part in parts):
+        return fp8.pack(backend, parts, role, count)
     if count:
         return experts.pack(backend, parts, role, count)
     if role not in (MATRIX, PAIRS, TABLE) or any(part.dtype != "BF16" for part in parts):
@@ -72,13 +74,16 @@ def work_size(backend, rows, cols, outputs):
         return pieces
     cut = split.choose(outputs, cols, backend.sms)
     tiles = -(-outputs // TILE) + 2  # two matrices round up twice
-    # Rows that are normed as wholes, and their squares a tile; bests of head.
-    finished = split.ROWS * max(outputs + tiles, 2 * 16 * backend.sms)
+    # Rows that are normed as wholes, and their squares a tile; bests of head and their margins.
+    finished = split.ROWS * max(outputs + tiles, 3 * 16 * backend.sms)
     return max(pieces, cut.work(tiles) + finished)
 
 
-def defines_of(cut, token_tiles):
-    """-D of a kernel of the skinny family. How many chunks are on their way does not show in the bits."""
+def defines_of(cut, token_tiles, w=None):
+    """-D of a kernel of the skinny family. How many chunks are on their way does not show in the bits.
+
+    w: the weight, where it may be FP8.
+    """
     # The sums of 32 rows take the registers of weights under way.
     is_wide = token_tiles == split.TOKEN_TILES[-1] and cut.chunks * cut.ahead > 3
     chunks, ahead = (3, 1) if is_wide else (cut.chunks, cut.ahead)
@@ -86,22 +91,23 @@ def defines_of(cut, token_tiles):
         "TOKEN_TILES": token_tiles, "STREAM_WARPS": cut.warps, "STEP_CHUNKS": chunks, "STEPS_AHEAD": ahead,
         "BLOCKS_PER_SM": cut.resident, "FINISH_WARPS": cut.finishers, "CLUSTER_MERGE": int(cut.cluster),
         "EARLY_LAUNCH": int(cut.early), "ASKED_CHUNKS": cut.asked,
-    }  # fmt: skip
+    } | (fp8.defines(cut, chunks, ahead, w.cols) if w is not None and w.dtype == "fp8" else {})  # fmt: skip
 
 
-def launch(
-    backend, file, kernel, tiles, cut, cols, rows, args, is_normed=False, together=False, defines=None
-):
+def launch(backend, file, kernel, tiles, cut, w, rows, args, is_normed=False, together=False, defines=None):
     """One launch for each pass of rows. args: function of (slice of the rows, their number) -> the kernel's.
 
+    w: the weight, or one of two alike.
     is_normed: the kernel norms its token rows. together: blocks wait for each other,
     so the card must hold all of them.
     defines: of the kernel's own, besides its cut's.
     """
+    cols = w.cols
+    cut = fp8.recut(cut, cols) if w.dtype == "fp8" else cut
     for here, count in cut.passes(cols, rows, is_normed):
         token_tiles = cut.token_tiles(count)
         grid, shared = cut.grid(tiles, backend.sms), cut.shared(cols, token_tiles, is_normed)
-        every_define = defines_of(cut, token_tiles) | (defines or {})
+        every_define = defines_of(cut, token_tiles, w) | (defines or {})
         if together:  # fewer blocks have the same bits
             function = backend.device.function(file, kernel, every_define)
             most = backend.device.holds(function, cut.threads, shared, cut.cluster_blocks)
@@ -133,7 +139,7 @@ def embed(backend, ids, table, scale, x):
 def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, v_norm, cos, sin, slot, pos, at,
         cache_k, cache_v, work, q):  # fmt: skip
     cols, (_, heads, size), (_, groups, cached, _) = wq.cols, q.shape, cache_k.shape
-    if (wq.layout, wkv.layout) != ("packed", "packed") or not has_room(heads + 2 * groups, size):
+    if not are_packed(wq, wkv) or not has_room(heads + 2 * groups, size):
         return None
     shares = wkv.rows == groups * size
     # Its successor may start once all blocks of this kernel have seen their predecessor end: attend asks for
@@ -150,9 +156,14 @@ def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, v_norm,
     tiles = tiles_of(wq.rows) + tiles_of(wkv.rows)
     is_normed = norm is not None
     return launch(
-        backend, "qkv_fast.cu", "qkv_fast", tiles, cut, cols, len(x), args, is_normed, together=True,
+        backend, "qkv_fast.cu", "qkv_fast", tiles, cut, wq, len(x), args, is_normed, together=True,
         defines={"NORMED": int(is_normed)} | ({"SHARED_KV": 1} if shares else {}) | head_size_define(size),
     )  # fmt: skip
+
+
+def are_packed(*weights):
+    """Whether one kernel reads them all."""
+    return all(w.layout == "packed" and w.dtype == weights[0].dtype for w in weights)
 
 
 def has_room(heads, size):
@@ -173,7 +184,7 @@ def linear(backend, a, w, bias, work, y):
     def args(here, count):
         return [w.data, a[here], bias, y[here], work, work[COUNTERS:], count, w.rows, w.cols, cut.slices]
 
-    return launch(backend, "linear_fast.cu", "linear_fast", tiles, cut, w.cols, len(a), args)
+    return launch(backend, "linear_fast.cu", "linear_fast", tiles, cut, w, len(a), args)
 
 
 def linear_add(backend, a, w, bias, norm, eps, scale, tap_row, tap_at, x, taps, work):
@@ -191,7 +202,7 @@ def linear_add(backend, a, w, bias, norm, eps, scale, tap_row, tap_at, x, taps, 
             ]  # fmt: skip
 
         return launch(
-            backend, "linear_add_normed_fast.cu", "linear_add_normed_fast", tiles, cut, w.cols, len(a),
+            backend, "linear_add_normed_fast.cu", "linear_add_normed_fast", tiles, cut, w, len(a),
             normed_args, together=True,
         )  # fmt: skip
 
@@ -201,12 +212,12 @@ def linear_add(backend, a, w, bias, norm, eps, scale, tap_row, tap_at, x, taps, 
             w.rows, w.cols, cut.slices, tap_at, tap_cols,
         ]  # fmt: skip
 
-    return launch(backend, "linear_add_fast.cu", "linear_add_fast", tiles, cut, w.cols, len(a), args)
+    return launch(backend, "linear_add_fast.cu", "linear_add_fast", tiles, cut, w, len(a), args)
 
 
 def join(backend, a, b, a_norm, b_norm, norm, eps, scale, tap_row, tap_at, x, taps):
     rows, width = x.shape
-    if backend.activations != "bf16" or not fits_a_block(width):
+    if not fits_a_block(width):
         return None
     tap_cols, tap_row = (0, None) if taps is None else (taps.shape[1], tap_row)
     args = [a, b, a_norm, b_norm, norm, eps, scale, tap_row, x, taps, width, tap_at, tap_cols]
@@ -229,20 +240,25 @@ def gate_up(backend, x, norm, eps, act, w, work, h):
 
     is_normed = norm is not None
     return launch(
-        backend, "gate_up_fast.cu", "gate_up_fast", tiles, cut, w.cols, len(x), args, is_normed,
+        backend, "gate_up_fast.cu", "gate_up_fast", tiles, cut, w, len(x), args, is_normed,
         defines={"NORMED": int(is_normed), "ACT": act},
     )  # fmt: skip
 
 
-def head(backend, x, pick, norm, eps, w, limit, ids, work):
+def head(backend, x, pick, norm, eps, w, limit, ids, margin, work):
     if w.layout != "packed":
         return None
     cut, tiles = split.choose(w.rows, w.cols, backend.sms, whole=True), tiles_of(w.rows)
 
     def args(here, count):
-        return [w.data, x, pick[here], norm, ids, work, work[COUNTERS:], eps, count, w.rows, w.cols, limit]
+        out = [ids] if margin is None else [ids, margin]
+        sizes = [count, w.rows, w.cols, limit]
+        return [w.data, x, pick[here], norm, *out, work, work[COUNTERS:], eps, *sizes]
 
-    return launch(backend, "head_fast.cu", "head_fast", tiles, cut, w.cols, len(pick), args, is_normed=True)
+    if margin is None:
+        return launch(backend, "head_fast.cu", "head_fast", tiles, cut, w, len(pick), args, is_normed=True)
+    name = "head_margin_fast"
+    return launch(backend, f"{name}.cu", name, tiles, cut, w, len(pick), args, is_normed=True)
 
 
 def _room(w, work, rows):
@@ -300,7 +316,7 @@ def _logits(backend, x, pick, norm, eps, w, work, logits):
         return [w.data, *rows, norm, logits[here], work[COUNTERS:], eps, count, w.rows, w.cols]
 
     return launch(
-        backend, "head_fast.cu", "head_logits_fast", tiles, cut, w.cols, len(logits), args, is_normed=True
+        backend, "head_fast.cu", "head_logits_fast", tiles, cut, w, len(logits), args, is_normed=True
     )
 
 
@@ -324,7 +340,7 @@ def fuse(backend, taps, w, norm, eps, work, f):
             cut.slices,
         ]
 
-    return launch(backend, "fuse_fast.cu", "fuse_fast", tiles, cut, w.cols, len(taps), args, together=True)
+    return launch(backend, "fuse_fast.cu", "fuse_fast", tiles, cut, w, len(taps), args, together=True)
 
 
 def inject(backend, f, wkv, kv_bias, k_norm, eps, cos, sin, slot, pos, at, cache_k, cache_v, work):
@@ -341,7 +357,7 @@ def inject(backend, f, wkv, kv_bias, k_norm, eps, cos, sin, slot, pos, at, cache
         ]  # fmt: skip
 
     return launch(
-        backend, "inject_fast.cu", "inject_fast", tiles, cut, wkv.cols, len(f), args, together=True,
+        backend, "inject_fast.cu", "inject_fast", tiles, cut, wkv, len(f), args, together=True,
         defines=head_size_define(size),
     )  # fmt: skip
 

@@ -10,7 +10,7 @@ from . import COUNTERS
 THREADS = 128  # of a block of plain.cuh: 4 warps
 CLUSTER_FROM = 16384  # logits of a row that are worth eight blocks
 DRAW, DRAFT = 0, 1  # as in law.cuh
-C_TYPES = {"f32": "float", "bf16": "bf16", "mxfp4": "u8"}
+C_TYPES = {"f32": "float", "bf16": "bf16", "mxfp4": "u8", "fp8": "u8"}
 MOST_USED = 32  # experts of a row, as in choose.cuh
 LAYOUTS = {"plain": 0, "packed": 1, "packed pairs": 2}  # PACKED of plain.cuh
 
@@ -26,7 +26,10 @@ def _types(backend, weight=None, **others):
     if weight is not None:
         kinds["WEIGHT"] = weight.dtype
     defines = {name: C_TYPES[kind] for name, kind in kinds.items()}
-    return defines if weight is None else defines | {"PACKED": LAYOUTS[weight.layout]}
+    if weight is None:
+        return defines
+    of_fp8 = {"FP8": 1} if weight.dtype == "fp8" else {}
+    return defines | {"PACKED": LAYOUTS[weight.layout]} | of_fp8
 
 
 def _blocks(backend, warps):
@@ -169,12 +172,12 @@ def join(backend, a, b, a_norm, b_norm, norm, eps, scale, tap_row, tap_at, x, ta
     backend.launch("join.cu", "join", rows, THREADS, 4 * width, args, _types(backend))
 
 
-def head(backend, x, pick, norm, eps, w, limit, ids, work):
+def head(backend, x, pick, norm, eps, w, limit, ids, margin, work):
     if not len(pick):
         return
     laid, y = _laid(backend, x, pick, norm, eps, work)
     _linear(backend, w, laid, "f32", y, w.rows)
-    backend.launch("head.cu", "head", len(pick), 256, 0, [y, pick, ids, limit, w.rows])
+    backend.launch("head.cu", "head", len(pick), 256, 0, [y, pick, ids, margin, limit, w.rows])
 
 
 def _picked_logits(backend, x, pick, norm, eps, w, work):

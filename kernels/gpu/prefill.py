@@ -14,7 +14,7 @@ from ..table import ROWS
 from ..weight import TILE
 from . import COUNTERS, HAS_WGMMA
 from .attend_fast import attend_prompt
-from .fast import fits_a_block
+from .fast import are_packed, fits_a_block
 
 STAGE_K = 64
 HEADS = {64: 8, 128: 8, 256: 4, 512: 2}  # head size -> heads of a row by one warp of qkv_prefill.cu
@@ -53,7 +53,7 @@ def frame_of(backend):
     return backend.prefill_frame or (FRAME if backend.device.arch in HAS_WGMMA else "mma")
 
 
-def choose(sms, rows, outputs, frame=FRAME):
+def choose(sms, rows, outputs, frame=FRAME, kind="bf16"):
     """The entry of TILES that ends first: waves of its blocks times what one takes."""
 
     def cost(tile):
@@ -65,32 +65,39 @@ def choose(sms, rows, outputs, frame=FRAME):
         # small tiles read more for their sums
         return -(-blocks // sms) * tokens * tiles * (1.0 + 24 / (tokens + TILE * tiles))
 
-    return min(reversed(TILES[frame]), key=cost)
+    return min(reversed(tiles_for(frame, kind)), key=cost)
 
 
-def launch(backend, file, kernel, rows, outputs, args, groups=None, tile=None, defines=None):
-    """One product. groups: function of the row tiles a block -> blocks over the outputs;
+def tiles_for(frame, kind):
+    """Those of TILES whose sums registers hold: with FP8, wgmma's of 128 k are apart from all before."""
+    most = 128 if (frame, kind) == ("wgmma", "fp8") else 256
+    return [tile for tile in TILES[frame] if tile[0] <= most]
+
+
+def launch(backend, file, kernel, rows, outputs, args, w, groups=None, tile=None, defines=None):
+    """One product with w. groups: function of the row tiles a block -> blocks over the outputs;
     tile: instead of choose's.
 
     defines: of the kernel's own, besides the frame's.
     """
     frame = frame_of(backend)
-    tokens, tiles, stages = tile = tile or choose(backend.sms, rows, outputs, frame)
-    shared = max(stages * 2 * STAGE_K * (tokens + TILE * tiles), 4 * tokens * (TILE * tiles + 4))
+    tokens, tiles, stages = tile = tile or choose(backend.sms, rows, outputs, frame, w.dtype)
+    stage = STAGE_K * (2 * tokens + (1 if w.dtype == "fp8" else 2) * TILE * tiles)
+    shared = max(stages * stage, 4 * tokens * (TILE * tiles + 4))
     count = groups(tiles) if groups else -(-outputs // (TILE * tiles))
     threads = tokens * tiles // 8
     if frame == "wgmma":
         threads, shared = 32 * tiles + 128, shared + 16 * stages
     backend.launch(
         file, kernel, (-(-rows // tokens), count), threads, shared, args,
-        defines_of(frame, tile) | (defines or {}), dependent=backend.dependent,
+        defines_of(frame, tile, w.dtype) | (defines or {}), dependent=backend.dependent,
     )  # fmt: skip
 
 
-def defines_of(frame, tile):
+def defines_of(frame, tile, kind="bf16"):
     """-D of a kernel."""
     names = dict(zip(("TOKENS", "WEIGHT_TILES", "STAGES"), tile, strict=True))
-    return names | {"WGMMA": 1} if frame == "wgmma" else names
+    return names | ({"WGMMA": 1} if frame == "wgmma" else {}) | ({"FP8": 1} if kind == "fp8" else {})
 
 
 def product(backend, rows, w, x, scale, y, v=None, tile=None, bias=None, target="float"):
@@ -105,7 +112,7 @@ def product(backend, rows, w, x, scale, y, v=None, tile=None, bias=None, target=
         return sum(-(-count // (TILE * tiles)) for count in (w.rows, second))
 
     outputs, defines = w.rows + second, {"OUT": target}
-    launch(backend, "linear_prefill.cu", "linear_prefill", rows, outputs, args, groups, tile, defines)
+    launch(backend, "linear_prefill.cu", "linear_prefill", rows, outputs, args, w, groups, tile, defines)
 
 
 def laid_size(rows, cols):
@@ -140,7 +147,7 @@ def tokens(backend, x, norm, eps, work):
 
 def fits(*weights):
     """Whether these kernels read the weights."""
-    return all(w.layout == "packed" and w.cols % 8 == 0 for w in weights)
+    return are_packed(*weights) and weights[0].cols % 8 == 0
 
 
 def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, v_norm, cos, sin, slot, pos, at,
@@ -185,7 +192,7 @@ def linear_add(backend, a, w, bias, norm, eps, scale, tap_row, tap_at, x, taps, 
         backend.launch("end_rows.cu", "end_rows", len(a), 256, 0, args, dependent=backend.dependent)
         return True
     args = [w.data, laid, bias, tap_row, x, taps, len(a), w.rows, w.cols, tap_at, columns]
-    launch(backend, "linear_add_prefill.cu", "linear_add_prefill", len(a), w.rows, args, tile=tile)
+    launch(backend, "linear_add_prefill.cu", "linear_add_prefill", len(a), w.rows, args, w, tile=tile)
     return True
 
 
@@ -197,7 +204,7 @@ def gate_up(backend, x, norm, eps, act, w, work, h, tile=None):
     outputs = 2 * TILE // 2 * -(-h.shape[1] // (TILE // 2))  # the gate and up rows of whole tiles
     defines = {"NORMED": int(norm is not None), "ACT": act}
     launch(
-        backend, "gate_up_prefill.cu", "gate_up_prefill", len(x), outputs, args, tile=tile, defines=defines
+        backend, "gate_up_prefill.cu", "gate_up_prefill", len(x), outputs, args, w, tile=tile, defines=defines
     )
     return True
 

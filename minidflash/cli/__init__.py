@@ -6,8 +6,19 @@ import traceback
 
 from .. import __version__
 from ..errors import UserError
-from .options import BACKENDS, Parser, add_how, add_machine, add_pair, add_sampling, add_talk, whole
-from .terminal import Interrupt, say, silence, write
+from .options import (
+    BACKENDS,
+    Parser,
+    add_how,
+    add_machine,
+    add_pair,
+    add_sampling,
+    add_stop,
+    add_talk,
+    add_template_arg,
+    whole,
+)
+from .terminal import Interrupt, say, say_error, silence, write
 
 EXAMPLES = """
 examples:
@@ -22,6 +33,15 @@ examples:
   cat letter.txt | minidflash generate -n 400 --system "Answer this letter." --stats
   minidflash generate --target FOLDER --drafter FOLDER --tokens "5 9 9" --json
 """
+CHAT = """Hold a conversation: a line is a message, and each turn runs only what is new.
+
+Ctrl-C stops a reply and keeps what was said; the end of input (Ctrl-D) leaves. /help lists the commands.
+From a pipe, every line is a message; only replies go to stdout. For a trace of one answer: generate --trace.
+
+examples:
+  minidflash chat --system "Answer in one sentence."
+  printf 'My name is Ada.\\nWhat is my name?\\n' | minidflash chat -n 40
+"""
 VERIFY = """Check on this machine that drafting changes no token and kernels agree with the oracle.
 
 examples:
@@ -29,6 +49,15 @@ examples:
   minidflash verify --layers --json found.json
   minidflash verify --layers --target FOLDER --drafter FOLDER --reference golden.safetensors
   minidflash verify --kernel qkv --shape qwen3-8b,T=5
+"""
+TRACE = """Re-tell a run round by round: what was drafted, kept and rejected; or run it again to check it.
+
+examples:
+  minidflash generate "Why is the sky blue?" --trace run.jsonl
+  minidflash trace run.jsonl
+  minidflash trace run.jsonl --round 3
+  minidflash trace run.jsonl --html run.html
+  minidflash trace run.jsonl --check
 """
 
 
@@ -54,24 +83,37 @@ def _generate(parser):
     what.add_argument("--raw", action="store_true",
                       help="no chat template: continue the prompt as it is; text of "
                       "all channels, not just the final one")  # fmt: skip
-    what.add_argument("--chat-template-arg", metavar="K=V", action="append", default=[],
-                      help="set what the chat template reads, e.g. enable_thinking=false; "
-                           "may be repeated")  # fmt: skip
+    add_template_arg(what)
     what.add_argument(
         "--show-prompt", action="store_true", help="print the rendered prompt and its ids on stderr"
     )
     how = add_how(parser, max_tokens=256)
-    how.add_argument("--stop", metavar="TEXT", action="append", default=[],
-                     help="end before this text; may be repeated")  # fmt: skip
+    add_stop(how)
     how.add_argument("--ignore-eos", action="store_true", help="go on after an end token")
-    add_sampling(parser)
+    sampling = add_sampling(parser)
+    sampling.add_argument(
+        "--samples", metavar="N", type=whole(1), default=1, help="answers to make (default 1)"
+    )
+    sampling.add_argument("--logprobs", action="store_true", help="log probabilities of the new tokens")
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print one JSON object at the end, and no text")
     output.add_argument("--stats", action="store_true", help="print statistics on stderr after the text")
-    output.add_argument("--trace", metavar="FILE", help="write one JSON line a round; see minidflash trace")
+    output.add_argument("--trace", metavar="FILE",
+                        help="write what is run, with hashes of its files, then a JSON line a round; see "
+                        "minidflash trace")  # fmt: skip
     output.add_argument("--no-stream", action="store_true", help="print the text when it is complete")
     add_machine(parser)
     parser.set_defaults(run=_lazy("generate", "generate"))
+
+
+def _chat(parser):
+    what = add_pair(parser)
+    what.add_argument("--system", metavar="S", help="system text that the conversation begins with")
+    add_template_arg(what)
+    add_stop(add_how(parser, max_tokens=256))
+    add_sampling(parser)
+    add_machine(parser)
+    parser.set_defaults(run=_lazy("chat", "chat"), json=False, no_stream=False)
 
 
 def _info(parser):
@@ -100,9 +142,19 @@ def _bench(parser):
 
 def _trace(parser):
     parser.add_argument("file", metavar="FILE", help="what generate --trace wrote")
-    parser.add_argument("--round", metavar="N", type=whole(0), help="only this round; 0 is prefill's token")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--round", metavar="N", type=whole(0),
+                      help="only this round, position by position; 0 is prefill's token")  # fmt: skip
+    what.add_argument("--html", metavar="OUT", help="write it as a page of its own, to open in a browser")
+    what.add_argument("--check", action="store_true",
+                      help="run it again and compare every line but its times; code 1 where one is another "
+                      "now")  # fmt: skip
+    for role in ("target", "drafter"):
+        parser.add_argument(f"--{role}", metavar="FOLDER|ID",
+                            help=f"with --check: the {role}, where it is not what the file names, or has "
+                            "to be fetched")  # fmt: skip
     add_talk(parser)
-    parser.set_defaults(run=_lazy("trace", "tell"))
+    parser.set_defaults(run=_lazy("trace", "trace"))
 
 
 def _verify(parser):
@@ -154,9 +206,10 @@ def _kernels(parser):
 
 COMMANDS = {
     "generate": (_generate, GENERATE),
+    "chat": (_chat, CHAT),
     "info": (_info, "Say what this machine can run, what a checkpoint pair is, and the memory it needs."),
     "bench": (_bench, "Measure tokens a second with and without the drafter, by kind of prompt."),
-    "trace": (_trace, "Re-tell a run round by round: what was drafted, kept and rejected."),
+    "trace": (_trace, TRACE),
     "verify": (_verify, VERIFY),
     "kernels": (_kernels, "Print the signature table, or explain one kernel of it."),
 }
@@ -203,9 +256,7 @@ def main(argv=None):
         say("minidflash: interrupted")
         return 130
     except UserError as error:
-        say(f"minidflash: {error}")
-        if error.hint:
-            say(f"  hint: {error.hint}")
+        say_error(error)
         return error.code
     except MemoryError as error:
         say(f"minidflash: not enough memory: {error}" if str(error) else "minidflash: not enough memory")

@@ -1,7 +1,7 @@
 """`minidflash generate`: the prompt in, text out round by round, then JSON or statistics."""
 
 import sys
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 from ..channels import without_final
@@ -17,17 +17,15 @@ EXAMPLE = 'minidflash generate "Why is the sky blue?"'
 
 def generate(args, interrupt=None):
     """Run the subcommand. args: parsed flags. interrupt: the Interrupt in force. Returns the exit code."""
-    from ..chat import parse_template_arg
+    from ..loop import rounds_of
     from ..request import Request
-    from .trace import Trace
+    from ..stats import Timing
+    from ..trace.write import Trace
 
     interrupt = interrupt or Interrupt()
-    options = {"max_tokens": args.max_tokens, "verify": args.verify, **sampling_wishes(args)}
-    for name in ("stop", "ignore_eos", "block", "raw", "system"):
-        if getattr(args, name):
-            options[name] = getattr(args, name)
-    if args.chat_template_arg:
-        options["template_args"] = dict(map(parse_template_arg, args.chat_template_arg))
+    options = options_of(args, "raw", "system", "ignore_eos")
+    if args.trace is not None:
+        options["trace"] = True
     prompt = read_prompt(args)
     with nullcontext() if args.trace is None else Trace(args.trace) as trace:
         engine = open_engine(args)
@@ -35,8 +33,10 @@ def generate(args, interrupt=None):
         request.options |= {"ctx": engine.ctx, "prefill_chunk": engine.chunk}
         if args.show_prompt:
             show_prompt(engine, prompt, request)
-        warn(args, engine, request)
-        rounds, result = run(engine, request, args, interrupt, trace)
+        warn(args, engine, request.block)
+        timing = Timing()
+        stream = rounds_of(engine, request, timing)
+        rounds, result = run(engine, request, stream, timing, args, interrupt, trace)
     if args.json:
         write(json_line(result.to_json()))
     if args.stats:
@@ -49,6 +49,19 @@ def generate(args, interrupt=None):
         if "interrupted" in {result.finish_reason, (result.samples or [{}])[-1].get("finish_reason")}
         else 0
     )
+
+
+def options_of(args, *more):
+    """The keywords of a run that flags ask for. more: flags that are one by name."""
+    from ..chat import parse_template_arg
+
+    options = {"max_tokens": args.max_tokens, "verify": args.verify, **sampling_wishes(args)}
+    for name in ("stop", "block", *more):
+        if getattr(args, name):
+            options[name] = getattr(args, name)
+    if args.chat_template_arg:
+        options["template_args"] = dict(map(parse_template_arg, args.chat_template_arg))
+    return options
 
 
 def read_prompt(args):
@@ -109,15 +122,15 @@ def show_prompt(engine, prompt, request):
     say(f"{len(request.ids)} prompt ids: {' '.join(map(str, request.ids))}")
 
 
-def warn(args, engine, request):
-    """What a user should know before the text comes, each on one line of stderr."""
+def warn(args, engine, block):
+    """What a user should know before the text comes, each on one line of stderr. block: 1 drafts nothing."""
     if args.quiet:
         return
     if args.drafter is None and engine.drafter is None:
         say("minidflash: no drafter for this target: plain decoding (--drafter names one)")
-    if request.drafts and request.block > engine.drafter.config.block:
+    if engine.drafter is not None and block > engine.drafter.config.block:
         trained = engine.drafter.config.block
-        say(f"minidflash: block {request.block} is wider than the {trained} this drafter was trained on: "
+        say(f"minidflash: block {block} is wider than the {trained} this drafter was trained on: "
             f"expect fewer "
             "accepted drafts")  # fmt: skip
     allowed = engine.target.config.max_positions
@@ -129,26 +142,28 @@ def warn(args, engine, request):
         say("minidflash: no tokenizer in this checkpoint: token ids are printed")
 
 
-def run(engine, request, args, interrupt, trace=None):
-    """Generate, printing and tracing round by round. Returns (list of Round, Result)."""
-    from ..loop import rounds_of
+def run(engine, request, stream, timing, args, interrupt, trace=None):
+    """Generate, printing and tracing round by round. stream: the generator of the rounds.
+    Returns (list of Round, Result)."""
     from ..run import finish
-    from ..stats import Timing
 
-    timing, rounds, reason, is_streaming = Timing(), [], None, not (args.json or args.no_stream)
+    rounds, reason, is_streaming = [], None, not (args.json or args.no_stream)
     gap = ""  # between answers; written once there is text behind it
+    if trace:
+        trace.begin(engine, request)
     try:
-        for r in rounds_of(engine, request, timing):
-            interrupt.engine = engine  # from now on the round is finished first
-            rounds.append(r)
-            if trace:
-                trace.write(r, engine.tokenizer)
-            if is_streaming:
-                is_first = len(rounds) == 1 or rounds[-2].sample != r.sample
-                gap += BETWEEN * (is_first and r.sample > 0)
-                if text := shown(r.text, r.tokens, is_first):
-                    write(gap + text)
-                    gap = ""
+        with closing(stream):
+            for r in stream:
+                interrupt.engine = engine  # from now on the round is finished first
+                rounds.append(r)
+                if trace:
+                    trace.write(r)
+                if is_streaming:
+                    is_first = len(rounds) == 1 or rounds[-2].sample != r.sample
+                    gap += BETWEEN * (is_first and r.sample > 0)
+                    if text := shown(r.text, r.tokens, is_first):
+                        write(gap + text)
+                        gap = ""
     except UserError:
         if rounds and is_streaming:  # what came is the target's own; the error begins a line
             write("\n")

@@ -124,8 +124,21 @@ def add_talk(parser):
     parser.add_argument("-v", "--verbose", action="store_true", help="more notes, and tracebacks of errors")
 
 
+def add_template_arg(group):
+    """What a chat template reads."""
+    group.add_argument("--chat-template-arg", metavar="K=V", action="append", default=[],
+                       help="set what the chat template reads, e.g. enable_thinking=false; "
+                            "may be repeated")  # fmt: skip
+
+
+def add_stop(group):
+    """Texts that end a text."""
+    group.add_argument("--stop", metavar="TEXT", action="append", default=[],
+                       help="end before this text; may be repeated")  # fmt: skip
+
+
 def add_sampling(parser):
-    """The sampling group; sampling.py says what its flags mean together."""
+    """The sampling group; sampling.py says what its flags mean together. Returns the group."""
     group = parser.add_argument_group("sampling")
     group.add_argument("--temperature", metavar="F", type=real(0, math.inf, "a number from 0 up"),
                        default=0.0, help="0: always the likeliest token (default 0)")  # fmt: skip
@@ -140,12 +153,11 @@ def add_sampling(parser):
     group.add_argument(
         "--seed", metavar="N", type=whole(0), default=0, help="of the random numbers (default 0)"
     )
-    group.add_argument("--samples", metavar="N", type=whole(1), default=1, help="answers to make (default 1)")
     group.add_argument("--accept", choices=("match", "reject"), default="match",
                        help="how drafts are accepted when sampling. match (default): a seed's text is that "
                        "of plain decoding. reject: by rejection sampling; only the law is the same, not the "
                        "text; needs --verify N")  # fmt: skip
-    group.add_argument("--logprobs", action="store_true", help="log probabilities of the new tokens")
+    return group
 
 
 def sampling_wishes(args):
@@ -153,8 +165,9 @@ def sampling_wishes(args):
     Errors: UserError for what cannot be meant."""
     from ..sampling import OPTIONS, Sampling
 
-    wishes = {name: getattr(args, name) for name, usual in OPTIONS.items() if getattr(args, name) != usual}
-    if args.logprobs and not (args.json or args.trace):
+    given = {name: getattr(args, name, usual) for name, usual in OPTIONS.items()}  # some have no such flag
+    wishes = {name: value for name, value in given.items() if value != OPTIONS[name]}
+    if given["logprobs"] and not (args.json or args.trace):
         raise UserError("--logprobs has no place in plain text", "add --json or --trace FILE")
     Sampling.of(wishes).check_verify(args.verify)
     return wishes

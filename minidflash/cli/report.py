@@ -41,8 +41,9 @@ def stats_lines(result, rounds, costs, ctx):
     """Lines for a person. result: Result. rounds: its Rounds. costs: of round_costs.
     ctx: positions of the engine."""
     stats, timing, memory = result.stats, result.timing, result.memory_bytes
+    reused = f" ({stats.rows_reused} of them reused)" if stats.rows_reused else ""
     table = {
-        "tokens": f"{result.prompt_tokens} in the prompt, {len(result.tokens)} new, "
+        "tokens": f"{result.prompt_tokens} in the prompt{reused}, {len(result.tokens)} new, "
         f"ended by {result.finish_reason}"
     }
     if stats.block is None:

@@ -56,6 +56,13 @@ def say(text):
         print(printable(text, keep="\n\t"), file=sys.stderr, flush=True)
 
 
+def say_error(error):
+    """A UserError on stderr: its line, and its hint."""
+    say(f"minidflash: {error}")
+    if error.hint:
+        say(f"  hint: {error.hint}")
+
+
 def is_terminal(stream):
     """True if a person looks at this stream."""
     try:
@@ -152,3 +159,7 @@ class Interrupt:
         if self.engine is None:
             raise KeyboardInterrupt
         self.engine.is_interrupted = True
+
+    def rearm(self):
+        """What was interrupted is over; the next Ctrl-C is a first one again."""
+        self.count, self.engine = 0, None

@@ -66,7 +66,7 @@ def terms_of(case):
     kv_bias, parts = case["kv_bias"], case["wkv"].shape[0] // (G * K)
     k, v = (
         heads(
-            Matrix(np.split(case["wkv"].array, parts)[i % parts]),
+            Matrix(np.split(case["wkv"].real.astype(np.float32), parts)[i % parts]),
             None if kv_bias is None else kv_bias.reshape(parts, -1)[i % parts], norm,
         )
         for i, norm in enumerate((case["k_norm"], case.get("v_norm")))
