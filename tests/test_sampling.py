@@ -112,7 +112,7 @@ def likeliest_as_drawn(ops, engine, s, drafted_rows):
     w, config, target = engine.drafter.weights, engine.drafter.config, engine.target
     ops.head(
         s.draft_rows.x, drafted_rows, w["norm"], config.eps, target.weights["head"], target.ids,
-        s.drafts.reshape(-1), s.work
+        s.drafts.reshape(-1), None, s.work
     )  # fmt: skip
 
 

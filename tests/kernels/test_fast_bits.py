@@ -195,7 +195,7 @@ def test_dependent_launches_read_nothing_too_early(ops, rng, cut, monkeypatch):
                 b["h"], w["down"], None, None, 0.0, None, b["pos"], 0, b["x"], b["taps"], b["work"]
             )
             ops.linear(b["h"], w["down"], None, b["work"], b["y"])
-            ops.head(b["x"], b["pos"], b["norm"], 1e-6, w["head"], V, b["ids"], b["work"])
+            ops.head(b["x"], b["pos"], b["norm"], 1e-6, w["head"], V, b["ids"], None, b["work"])
         return {name: ops.download(value) for name, value in b.items() if name != "work"}
 
     want = chain()
@@ -213,7 +213,8 @@ OTHERS = [
     ("qkv", {"NORMED": 0}),
     ("gate_up", {"NORMED": 0}),
     ("gate_up", {"ACT": GELU_TANH}),
-]  # kernels under defines that are not the default
+    ("head_margin", {}),
+]  # kernels under defines that are not the default, and of a row's other form
 # sample and propose use head_logits_fast, join is no product
 VARIANTS = [*((name, {}) for name in PRODUCTS if name not in ("sample", "propose", "join")), *OTHERS]
 
