@@ -4,6 +4,7 @@ import importlib
 import sys
 from pathlib import Path
 
+import numba
 import pytest
 
 import minidflash as md
@@ -22,7 +23,10 @@ def lesson():
 
 @pytest.fixture(scope="module")
 def engine():
-    return md.load(backend="numba")
+    before = numba.get_num_threads()
+    numba.set_num_threads(1)  # loading runs rounds too, before the tests' own setting
+    yield md.load(backend="numba")
+    numba.set_num_threads(before)
 
 
 def test_the_pictures_are_those_of_this_loop(lesson, engine):
