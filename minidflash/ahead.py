@@ -90,22 +90,24 @@ class Ahead:
         keys = len(request.ids) + self.committed + coming + s.block
         read = s.record, *([s.logprob[:width]] if request.sampling.logprobs else []), *self._touched
         s.prefix.write(keys)
-        result = engine.ops.start(program(engine, s, request, width, is_injecting, keys), *read)
+        how = request.drafts, width, is_injecting, request.sampling.choice
+        result = engine.ops.start(program(engine, s, how, keys), *read)
         self._started.append((width, is_injecting, result))
         return True
 
 
-def program(engine, s, request, width, is_injecting, keys):
+def program(engine, s, how, keys):
     """The recorded round of this kind; recorded once, replayed from then on: seed and law lie on the device.
 
-    keys: that its rows see at most.
+    how: arguments of one_round. keys: that its rows see at most.
     """
     from .loop import one_round
 
-    how, bucket = (request.drafts, width, is_injecting, request.sampling.choice), engine.ops.bucket(keys)
-    if (how, bucket) not in engine.programs:
-        engine.programs[how, bucket] = engine.ops.program(lambda: one_round(engine, s, *how), bucket)
-    return engine.programs[how, bucket]
+    bucket = engine.ops.bucket(keys)
+    kind = how, s.slots, bucket
+    if kind not in engine.programs:
+        engine.programs[kind] = engine.ops.program(lambda: one_round(engine, s, *how), bucket)
+    return engine.programs[kind]
 
 
 def prepare(engine, s, request):
@@ -135,7 +137,8 @@ def prepare(engine, s, request):
         for buffer, value in ((s.start, 0), (s.fresh, 0), (s.left, 2 * s.block), (s.done, 0), (s.anchor, 0)):
             engine.ops.upload(buffer, np.array([value], np.int32))
         keys = len(request.ids) + request.max_tokens + s.block
-        return engine.ops.start(program(engine, s, request, width, width > 1, keys), s.record)()[0]
+        how = request.drafts, width, width > 1, request.sampling.choice
+        return engine.ops.start(program(engine, s, how, keys), s.record)()[0]
 
     if is_new:
         request.sampling.place(engine.ops, s, 0)

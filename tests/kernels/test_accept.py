@@ -43,7 +43,7 @@ def play(ops, slots, width, stops=(STOP,)):
         drafts[n, width:] = 5  # never verified, so never read
     case = {
         "drafts": drafts, "choice": np.array([s["own"] for s in slots], i32).reshape(-1),
-        "stop": np.array(list(stops) or [-1], i32), "start": np.arange(N, dtype=i32) * 100 + 40,
+        "stop": np.array([list(stops) or [-1]] * N, i32), "start": np.arange(N, dtype=i32) * 100 + 40,
         "anchor": np.full(N, 9, i32), "fresh": np.array([s.get("fresh", 0) for s in slots], i32),
         "left": np.array([s.get("left", 100) for s in slots], i32),
         "done": np.array([s.get("done", 0) for s in slots], i32),
