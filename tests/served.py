@@ -1,4 +1,4 @@
-"""A server on a real socket for tests: an automaton pair whose texts are drawn, so that each seed has its own."""
+"""A server on a real socket for tests, with a pair whose texts are drawn: each seed has its own."""
 
 import json
 import socket

@@ -45,8 +45,8 @@ examples:
 """
 SERVE = """Answer OpenAI's API: chat and text completions, streamed or not, several side by side.
 
-Every text is what `generate` gives alone, whatever runs beside it; defaults are those of generate (temperature 0).
-A field that is not understood is refused by its name. /health and /metrics ask for no key.
+Every text is what `generate` gives alone, whatever runs beside it, and defaults are those of generate
+(temperature 0). A field that is not understood is refused by its name. /health and /metrics ask for no key.
 
 examples:
   minidflash serve
@@ -126,7 +126,8 @@ def _serve(parser):
     net.add_argument("--slots", metavar="N", type=whole(1, 64), default=8,
                      help="texts side by side (default %(default)s)")  # fmt: skip
     net.add_argument("--max-waiting", metavar="N", type=whole(0), default=64,
-                     help="texts that may wait for a slot; one more is refused (default %(default)s)")  # fmt: skip
+                     help="texts that may wait for a slot; one more is refused "
+                          "(default %(default)s)")  # fmt: skip
     net.add_argument("--api-key", metavar="K",
                      help="what clients must send; default MINIDFLASH_API_KEY, else nothing")  # fmt: skip
     net.add_argument("--grace", metavar="S", type=real(0, 86400, "seconds from 0 to 86400"), default=30.0,

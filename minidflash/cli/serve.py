@@ -50,7 +50,7 @@ def serve(args, interrupt=None):
 
 def open_batch(args):
     """The batch that the flags ask for. Errors: UserError."""
-    from ..stand_in import Batch
+    from ..batch import Batch
 
     engine = open_engine(args)
     if engine.tokenizer is None:

@@ -1,4 +1,5 @@
-"""Rounds as the objects that OpenAI's clients read: one whole, or a chunk a round. Source: its API reference."""
+"""Rounds as the objects that OpenAI's clients read: one whole, or a chunk a round.
+Source: its API reference."""
 
 import json
 import time

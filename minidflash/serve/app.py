@@ -27,9 +27,10 @@ EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-contr
 def make_app(open_batch, max_waiting=64, key=None, defaults=None, on_open=None):
     """The application.
 
-    open_batch: () -> Batch; called once the server runs, in the thread that then runs it, and requests get 503
-    until it returns. max_waiting: requests beyond the batch's slots; one more gets 429. key: what /v1 asks for
-    as a bearer token, or None. defaults: keywords of `generate` that a request need not give. on_open: called on the event loop once the batch is open or cannot be opened.
+    open_batch: () -> Batch; called once the server runs, in the thread that then runs it. Requests get 503
+    until it returns. max_waiting: requests beyond the batch's slots; one more gets 429. key: what /v1 asks
+    for as a bearer token, or None. defaults: keywords of `generate` that a request need not give. on_open:
+    called on the event loop once the batch is open or cannot be opened.
     Returns a Starlette application whose `state.engine_thread` is the EngineThread. Errors: none.
     Source: OpenAI's API reference.
     """
@@ -68,8 +69,8 @@ class Service:
             raise Refusal(401, words, code="invalid_api_key")
 
     def facts(self, model):
-        """What every object says of the engine; equal fingerprint and seed, equal text. Errors: Refusal 404 for
-        a model that is not here."""
+        """What every object says of the engine; equal fingerprint and seed, equal text.
+        Errors: Refusal 404 for a model that is not here."""
         engine = self.thread.batch.engine
         if model not in (None, engine.target_name):
             words = f"there is no model {model!r} here, but {engine.target_name!r}"

@@ -16,7 +16,7 @@ log = logging.getLogger("minidflash.serve")
 
 
 class Ticket:
-    """An answer that somebody waits for. handle: the batch's. items: what has come of it: Rounds, Refusals."""
+    """An answer that somebody waits for. handle: the batch's. items: Rounds and Refusals that came."""
 
     def __init__(self, handle):
         self.handle, self.items, self.since = handle, asyncio.Queue(), time.monotonic()
@@ -26,8 +26,8 @@ class Ticket:
 class EngineThread:
     """The batch, the thread that runs it, and who waits for what.
 
-    Everything but `_run` and what it calls belongs to the event loop that `start` was called on. error: why the
-    batch could not be opened, or None. meters: counters. busy: answers that run or wait.
+    Everything but `_run` and what it calls belongs to the event loop that `start` was called on. error: why
+    the batch could not be opened, or None. meters: counters. busy: answers that run or wait.
     """
 
     def __init__(self, open_batch, max_waiting, defaults):
@@ -60,7 +60,7 @@ class EngineThread:
         return self._thread.is_alive()
 
     def stop_soon(self, grace, then):
-        """Take on nothing more, wait for what runs, after `grace` seconds tell it that it ends, and call `then`.
+        """Take on nothing more, wait for what runs, after `grace` seconds tell it that it ends, call `then`.
         From any thread, or a signal's handler; a second call may shorten the grace."""
         self._until = min(self._until, time.monotonic() + grace)
         if self._loop is None:
@@ -150,7 +150,7 @@ class EngineThread:
             self._wake.clear()
             try:
                 self._run_batch()
-            except Exception as error:  # noqa: BLE001 those who wait are told, and the next request may go well
+            except Exception as error:
                 log.exception("a round failed")
                 self._fail(error)
 

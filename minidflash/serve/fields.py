@@ -1,4 +1,4 @@
-"""The body of a request: its fields become keywords of a run, and what is not understood is refused by name."""
+"""A request's body: its fields become keywords of a run; what is not understood is refused by its name."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -35,7 +35,8 @@ class Meters:
         self._ended[how] += 1
 
     def add(self, found, is_drafted, waited=None):
-        """A Round came. is_drafted: a drafter takes part. waited: seconds since the request, for the first one."""
+        """A Round came. is_drafted: a drafter takes part. waited: for the first one, seconds since it was
+        asked for."""
         self.last_round = time.monotonic()
         counts = self._counts
         counts["tokens_total"] += len(found.tokens)

@@ -1,4 +1,4 @@
-"""What a client is told instead of an answer: an HTTP status and the error object that OpenAI's clients read."""
+"""What a client is told instead of an answer: an HTTP status, and an error as OpenAI's clients read it."""
 
 import re
 
