@@ -27,7 +27,7 @@ SHARED = "block", "verify", "drafter"  # options of the whole batch
 CHOICES = "likeliest", "drawn", "scored"  # how tokens are chosen; each also does what those before it do
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Handle:
     """A submitted request; a handle equals itself alone, and may be a key of a dict. request: as checked."""
 
@@ -161,6 +161,8 @@ class Batch:
         """At most a chunk of the oldest prompt, then a round of those that decode."""
         if self._state is None:
             self._take()
+        if self.engine.is_interrupted:
+            self._end_what_has_not_begun()
         self._admit()
         if self._joining:
             self._run_chunk(self._joining[0])
@@ -201,6 +203,15 @@ class Batch:
             self._ready = deque(one for one in self._ready if one.handle is not handle)
             for lane in [one for one in (*self._joining, *self._running) if one.handle is handle]:
                 self._free_slot(lane)
+
+    def _end_what_has_not_begun(self):
+        """An interruption ends requests that have no token yet; the others end with their next round."""
+        for handle in [*(lane.handle for lane in self._joining), *self._waiting]:
+            text = "" if self.engine.tokenizer else None
+            self._ready.append(Item(handle, Round([], text, finish_reason="interrupted")))
+        self._waiting.clear()
+        for lane in list(self._joining):
+            self._free_slot(lane)
 
     def _free_slot(self, lane):
         """A lane ends: rounds pass its slot over until the next request has settled there."""
