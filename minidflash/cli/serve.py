@@ -77,7 +77,8 @@ def listen(host, port):
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
         hint = "--port N takes another, --port 0 a free one"
-        raise UserError(f"{host}, port {port}: {error.strerror or error}", hint, code=3) from None
+        reason = str(error.strerror or error).partition(" (while")[0]
+        raise UserError(f"{host}, port {port}: {reason}", hint, code=3) from None
 
 
 def address_of(listener):
