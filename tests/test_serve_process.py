@@ -115,7 +115,9 @@ def test_what_cannot_be_served_is_said_in_one_line(mdf, monkeypatch, tmp_path, f
 
 
 def test_a_missing_package_is_named():
-    code = "import sys; sys.modules['uvicorn'] = None; import minidflash.cli as c; sys.exit(c.main(['serve']))"
+    code = (
+        "import sys, minidflash.cli; sys.modules['uvicorn'] = None; sys.exit(minidflash.cli.main(['serve']))"
+    )
     command, environment = [sys.executable, "-c", code], {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (3, "")
