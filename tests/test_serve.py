@@ -229,7 +229,7 @@ def test_a_client_that_leaves_is_not_computed_for(server, engine, is_streamed):
             next(lines)
     else:
         with pytest.raises(httpx.ReadTimeout):
-            server.client.post(CHAT, json=ENDLESS | {"max_tokens": 2040}, timeout=0.2)
+            server.client.post(CHAT, json=ENDLESS | {"max_tokens": 2040}, timeout=httpx.Timeout(5, read=0.1))
     server.wait(lambda: server.engine_thread.busy == 0 and not engine.is_busy, seconds=5)
     assert server.metric("tokens_total") - before < 1500
 

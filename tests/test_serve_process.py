@@ -50,7 +50,8 @@ def test_many_clients_of_whom_some_leave_and_some_talk_nonsense(engine):
         assert how.total() == 60 == how["left"] + how["refused"] + how["completed"], how
         assert server.metric('requests_total{outcome="completed"}') == how["completed"]
         assert server.metric('requests_total{outcome="refused"}') == how["refused"]
-        assert server.metric('requests_total{outcome="cancelled"}') == how["left"]
+        # Some have left before they had asked.
+        assert server.metric('requests_total{outcome="cancelled"}') <= how["left"]
         assert not server.engine_thread._tickets
         assert server.metric("waiting") == server.metric("lanes") == 0
 
