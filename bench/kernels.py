@@ -94,7 +94,7 @@ def calls(bench, model, rows):
     ways = {
         "qkv": qkv, "o": o, "down": down, "inject": inject,
         "gate_up": lambda i: fast.gate_up(bench, x, norm, eps, SILU, wg[i % len(wg)], work, h),
-        "head": lambda i: fast.head(bench, x, pick, norm, eps, wh[i % len(wh)], m.V, ids, work),
+        "head": lambda i: fast.head(bench, x, pick, norm, eps, wh[i % len(wh)], m.V, ids, None, work),
         "fuse": lambda i: fast.fuse(bench, tapped, wf[i % len(wf)], norm, eps, work, features),
     }  # fmt: skip
     return {name: (*shape, ways[name]) for name, shape in shapes.items()}

@@ -1,6 +1,7 @@
 """What the backends on host memory share: NumPy arrays, and replay as a list of calls.
 Also the oracle backend."""
 
+import itertools
 import time
 
 import numpy as np
@@ -47,6 +48,10 @@ class HostBackend:
         copies = [self.download(buffer) for buffer in buffers]
         return lambda: (seconds, *copies)
 
+    def clock(self):
+        """What a timed program looks at, see Ops.program."""
+        return HostClock()
+
     def compile(self, calls, bucket=None):
         """A program that replays checked calls in order."""
         return Replay([(function, args) for _, function, args in calls])
@@ -59,6 +64,26 @@ def aligned_zeros(shape, dtype):
     room = np.zeros(count * dtype.itemsize + 64, np.uint8)
     start = -room.ctypes.data % 64
     return room[start : start + count * dtype.itemsize].view(dtype).reshape(shape)
+
+
+def between(stages, seconds):
+    """{stage: seconds} of marks in order. seconds: from one to the next."""
+    return {stage: max(0.0, length) for stage, length in zip(stages, seconds, strict=False)}
+
+
+class HostClock:
+    """When stages of a program began, by perf_counter."""
+
+    def __init__(self):
+        self._begun = {}
+
+    def look(self, stage):
+        self._begun[stage] = time.perf_counter()
+
+    def read(self):
+        """{stage: seconds} of the last launch, in its order."""
+        begun = list(self._begun.values())
+        return between(self._begun, (after - at for at, after in itertools.pairwise(begun)))
 
 
 class Replay:

@@ -41,7 +41,7 @@ class Ops:
         # Only a backend that copies weights elsewhere has it.
         self.read_ahead = getattr(backend, "read_ahead", lambda weights: None)
         self.prefill_chunk = getattr(backend, "prefill_chunk", PREFILL_CHUNK)
-        self._recording = None
+        self._recording = self._clock = None
         self._for_prefill = None
 
     @property
@@ -87,14 +87,28 @@ class Ops:
         finally:
             self._recording = None
 
-    def program(self, fn, bucket=None):
+    def program(self, fn, bucket=None, is_timed=False):
         """Run `fn()` once in recording and return what replays it: `.launch()`, same buffers, no checks.
 
-        bucket: of `bucket`, for programs whose rows see no key behind it.
+        bucket: of `bucket`, for programs whose rows see no key behind it. is_timed: its `.clock` looks where
+        fn has a `mark`; `clock.read()` gives the seconds of each stage, once a launch has ended and before
+        the next one. Else there is no clock, and the calls are those of fn without marks.
         """
+        clock = self.backend.clock() if is_timed else None
         with self.record() as calls:
-            fn()
-        return self.backend.compile(calls, bucket)
+            self._clock = clock
+            try:
+                fn()
+            finally:
+                self._clock = None
+        program = self.backend.compile(calls, bucket)
+        program.clock = clock
+        return program
+
+    def mark(self, stage):
+        """Here begins a stage of a program that is timed; None: the last one has ended."""
+        if self._clock is not None:
+            self._recording.append(("mark", self._clock.look, (stage,)))
 
     def bucket(self, keys):
         """The context that a program for rows with so many keys is recorded for; None: any."""

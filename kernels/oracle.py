@@ -191,14 +191,19 @@ def _gated(y, act):
     return GATES[act](gate) * up
 
 
-def head(x, pick, norm, eps, w, limit, ids, work):
+def head(x, pick, norm, eps, w, limit, ids, margin, work):
     """ids[r] = the smallest argmax of (W n(x[r]))[:limit] for every r in pick; -1 where one is not finite.
+    margin[r], where asked for: how far the second one lies below it.
 
     Compared as f32: NumPy adds up equal rows of W in different orders, and only rounded do they tie.
     """
     for r in pick:
         logits = product(rmsnorm(real(x[r]), norm, eps), matrix(w))[:limit].astype(np.float32)
         ids[r] = np.argmax(logits) if np.isfinite(logits).all() else -1
+        if margin is not None:
+            margin[r] = (
+                logits.max() - np.delete(logits, ids[r]).max(initial=-np.inf) if ids[r] >= 0 else np.inf
+            )
 
 
 MASS = 2.0**43  # of the likeliest id: integers, so that no sum of masses depends on its order

@@ -11,6 +11,9 @@ rotation and windows see it) and its at (the number of its key): key n of a slot
 caches, so S rows are a full cache or a ring.
 A row of activations with `pos < 0` is inactive: nothing is stored for it.
 
+margin: of a picked row, how far its largest logit lies above the second one; infinite where there is no
+second, or one is not finite.
+
 Where a layer has experts, route chooses U of them for each row. Pair r = t * U + k is the k-th choice of row
 t, and the pairs of expert e are order[first[e] : first[e + 1]], r ascending; an inactive row is in no group
 and its experts are -1, and so is order behind the last group. touched counts experts with a pair.
@@ -47,7 +50,8 @@ TABLE = {
     "order:i32[T*U] adds:i32 tap_row:i32[T]? tap_at:i32 &x:A[T,D] &taps:A[R,C]? &work:f32[Z]",
     "join": "a:A[T,D] b:A[T,D] a_norm:f32[D] b_norm:f32[D] norm:f32[D] eps:f32 scale:f32[1]? "
     "tap_row:i32[T]? tap_at:i32 &x:A[T,D] &taps:A[R,C]?",
-    "head": "x:A[T,D] pick:i32[M] norm:f32[D] eps:f32 w:W[V,D] limit:i32 &ids:i32[T] &work:f32[Z]",
+    "head": "x:A[T,D] pick:i32[M] norm:f32[D] eps:f32 w:W[V,D] limit:i32 &ids:i32[T] &margin:f32[T]? "
+    "&work:f32[Z]",
     "sample": "x:A[T,D] pick:i32[M] slot:i32[T] pos:i32[T] norm:f32[D] eps:f32 w:W[V,D] limit:i32 "
     "multiplier:f32 cap:f32 key:i32[N,4] law:f32[N,3] &ids:i32[T] &logprob:f32[T,2]? &work:f32[Z]",
     "propose": "x:A[T,D] pick:i32[M] slot:i32[T] pos:i32[T] norm:f32[D] eps:f32 w:W[V,D] limit:i32 "

@@ -113,7 +113,8 @@ class Batch:
 
     def submit(self, prompt, **options):
         """Add a request; its rounds come out of iteration. prompt, options: as of `generate`, but for block,
-        verify and drafter, which are the batch's, and samples and accept "reject", which need a run alone.
+        verify and drafter, which are the batch's, and samples, trace and accept "reject", which need a run
+        alone.
 
         Returns a Handle. Errors: TypeError for an unknown keyword, UserError for what cannot be run.
         """
@@ -311,6 +312,8 @@ def refuse_alone(options):
         raise UserError(
             "a request of a batch has one answer", "submit it once a sample, with seeds of their own"
         )
+    if options.get("trace"):
+        raise UserError("a request of a batch has no trace", "leave out trace, or use stream")
     if options.get("accept") == "reject":
         raise UserError(
             "accept='reject' cannot run in a batch: its text depends on the rows verified, which neighbours "

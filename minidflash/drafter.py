@@ -55,7 +55,7 @@ def choose_drafts(ops, model, s, drafted_rows):
     rows, drafts = s.draft_rows, s.drafts.reshape(-1)
     ranked = model.weights["norm"], model.config.eps, model.head, model.ids
     if s.mass is None:
-        ops.head(rows.x, drafted_rows, *ranked, drafts, s.work)
+        ops.head(rows.x, drafted_rows, *ranked, drafts, None, s.work)
         narrow = mass = None
     else:
         mass = s.mass.reshape(len(drafts), -1)

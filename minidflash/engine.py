@@ -1,7 +1,7 @@
 """load(): checkpoints + tokenizer + ops -> Engine, a dataclass without behaviour."""
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ml_dtypes
@@ -44,7 +44,8 @@ class Engine:
     ctx: positions a run may use; a drafter may be made for fewer, and drafted runs then end there. notes:
     what a user should know about the pair, one line each. state and programs are made by the first run.
     draft: the calls that fill state.drafts; a test may put a replay there.
-    can_sample: a first draw has compiled what it needs.
+    can_sample: a first draw has compiled what it needs. origins: "target", and "drafter" where there is one
+    -> its weights.Checkpoint without tensors. weights: how the target's are kept, as pair.weights_for says.
     is_interrupted: set it while a run goes on, from a signal handler or another thread. The run ends with the
     round that is read next, whose finish_reason says "interrupted"; answers that have not begun are left out.
     Source: engine.md 6.
@@ -71,6 +72,8 @@ class Engine:
     is_busy: bool = False
     is_interrupted: bool = False
     can_sample: bool = False
+    origins: dict = field(default_factory=dict)
+    weights: str | None = None
 
 
 def load(
@@ -132,13 +135,19 @@ def load(
         ops=ops, target=model, drafter=draft_model, tokenizer=tokenizer, stop_ids=stop_ids,
         target_name=files.name, drafter_name=pair.drafter and pair.drafter.files.name, ctx=plan.ctx,
         chunk=plan.chunk, table_bytes=plan.memory["rope_tables"], load_s=time.perf_counter() - begun,
-        notes=pair.notes,
+        notes=pair.notes, origins=origins_of(pair), weights=weights,
     )  # fmt: skip
     if warm:
         from .warm import warm_up
 
         warm_up(engine, progress)
     return engine
+
+
+def origins_of(pair):
+    """Where a pair's checkpoints come from, without their tensors."""
+    found = {"target": pair.target, "drafter": pair.drafter}
+    return {role: replace(one.files, tensors=None) for role, one in found.items() if one}
 
 
 def build(ops, config, bound, tables, progress=None):

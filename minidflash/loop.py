@@ -14,7 +14,7 @@ from .errors import UserError
 from .invariants import check
 from .request import release, reserve
 from .state import device_ids, reset, restore, snapshot
-from .stats import Round
+from .stats import Detail, Round
 from .text import RoundText
 
 REASONS = {0: None, STOPPED: "stop", OUT_OF_BUDGET: "length", NOT_FINITE: None}
@@ -28,13 +28,18 @@ def one_round(engine, s, drafts, width, is_injecting, choice="likeliest"):
     """
     ops, taps = engine.ops, engine.drafter.config.taps if drafts else ()
     if is_injecting:
+        ops.mark("inject")
         drafter.inject_fresh(ops, engine.drafter, s)
     if width > 1:
+        ops.mark("draft")
         picked = [n * s.block + i for n in range(s.slots) for i in range(1, width)]
         engine.draft(ops, engine, s, device_ids(ops, picked))
+    ops.mark("verify")
     target.verify(ops, engine.target, s, width, taps, device_ids(ops, range(s.slots * width)), choice)
+    ops.mark("accept")
     accept(ops, s, width)
     target.commit(ops, engine.target, s)
+    ops.mark(None)
 
 
 def accept(ops, s, width, slots=slice(None)):
@@ -50,7 +55,7 @@ def accept(ops, s, width, slots=slice(None)):
 def prefill(engine, s, request, slot=0):
     """Run the prompt and choose the first token of every sample: all steps of `prompt_steps` at once.
 
-    Returns a list of (token, its logprobs as in Round) for `begin`.
+    Returns a list of (token, its logprobs as in Round, its margin as in Detail) for `begin`.
     """
     steps = prompt_steps(engine, s, request, slot)
     while True:
@@ -89,9 +94,11 @@ def prompt_steps(engine, s, request, slot=0):
     last, pick, law, firsts = s.rows.first(count), device_ids(ops, [count - 1]), request.sampling, []
     for number in range(law.samples):
         law.place(ops, s, number, slot)
-        target.choose(ops, engine.target, s, last, pick, s.choice[:count], law.choice)
-        logprobs = ops.download(s.logprob[count - 1 : count]).tolist() if law.logprobs else None
-        firsts.append((int(ops.download(s.choice[count - 1 : count])[0]), logprobs))
+        target.choose(ops, engine.target, s, last, pick, s.choice[:count], request.choice)
+        newest = slice(count - 1, count)
+        logprobs = ops.download(s.logprob[newest]).tolist() if law.logprobs else None
+        margins = ops.download(s.margin[newest]) if request.choice == "ranked" else None
+        firsts.append((int(ops.download(s.choice[newest])[0]), logprobs, margins))
     return firsts
 
 
@@ -154,8 +161,10 @@ def sample_rounds(engine, s, request, timing, number, first):
     reason = why_it_ends(engine, record.why)
     seconds = 0.0 if number else timing.prefill_s
     begun = Round(record.tokens, seconds=seconds, finish_reason=reason, sample=number, logprobs=first[1])
+    if request.trace:
+        begun.detail = detail_of_prefill(request, number, first, seconds)
     yield from texts.push(begun, reason is not None)
-    with Ahead(engine, s, request) as ahead:
+    with Ahead(engine, s, request, number, first[0]) as ahead:
         while record.why == 0 and reason is None and not texts.is_stopped:
             one = ahead.next()
             record, width = one.record, one.width
@@ -168,13 +177,20 @@ def sample_rounds(engine, s, request, timing, number, first):
                 check(engine, s, request, record, ahead.committed, one.injected)
             found = Round(
                 record.tokens, None, record.drafts, record.accepted, width, one.seconds, reason, number,
-                one.logprobs, one.experts,
+                one.logprobs, one.experts, one.detail,
             )  # fmt: skip
             yield from texts.push(found, reason is not None)
     yield from texts.finish()
     if record.why == NOT_FINITE and not texts.is_stopped:
         raise not_finite(len(request.ids) + ahead.committed - 1)
     return reason
+
+
+def detail_of_prefill(request, number, first, seconds):
+    """Detail of the round that prefill is; the samples behind the first one go on from where it was."""
+    last, features = len(request.ids) - 1, request.rows_run if request.drafts and not number else 0
+    stages = {} if number else {"prefill": seconds}
+    return Detail.of(request.ids[last], last, features, np.array(first[:1]), first[2], stages)
 
 
 def why_it_ends(engine, code):

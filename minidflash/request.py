@@ -18,7 +18,7 @@ from .values import flag, instance, is_word, told, whole, whole_number
 OPTIONS = {
     "max_tokens": 256, "stop": (), "ignore_eos": False, "block": None, "verify": "auto", "raw": False,
     "system": None,
-    "template_args": None, "drafter": True,
+    "template_args": None, "drafter": True, "trace": False,
 } | sampling.OPTIONS  # fmt: skip
 
 
@@ -28,7 +28,9 @@ class Request:
 
     raw: text is that of all channels. sampling: how tokens are chosen.
     options: what was asked for, as plain values. begun: when, by perf_counter. resumes: rows that the caches
-    hold already are not run again. rows_reused, rows_run: of the prompt, written by prefill.
+    hold already are not run again. rows_reused, rows_run: of the prompt, written by prefill. trace: rounds
+    have a detail. widths: of a run that is repeated, the rows that each round of each sample verified; None:
+    as verify says.
     """
 
     ids: list
@@ -45,6 +47,13 @@ class Request:
     resumes: bool = False
     rows_reused: int = 0
     rows_run: int = 0
+    trace: bool = False
+    widths: list | None = None
+
+    @property
+    def choice(self):
+        """How target.choose chooses."""
+        return "ranked" if self.trace and self.sampling.choice == "likeliest" else self.sampling.choice
 
     @classmethod
     def of(cls, engine, prompt, given, resumes=False, batch=None):
@@ -68,7 +77,7 @@ class Request:
         told_back = {name: o[name] for name in _meant(given)}
         return cls(
             ids, o["max_tokens"], o["stop"], o["ignore_eos"], o["raw"], block, verify, drafts, law, told_back,
-            begun, resumes
+            begun, resumes, trace=o["trace"],
         )  # fmt: skip
 
 
@@ -98,7 +107,7 @@ def _plain(engine, options):
         o["verify"] = whole("verify", o["verify"], 1)
     if o["block"] is not None:
         o["block"] = whole("block", o["block"], 1, WIDEST)
-    for name in ("ignore_eos", "raw"):
+    for name in ("ignore_eos", "raw", "trace"):
         o[name] = flag(name, o[name])
     if o["system"] is not None:
         instance("system", o["system"], str, "a text")

@@ -135,7 +135,8 @@ class State:
     left: tokens the slot may still emit. done: 0, or why it ended (kernels/record.py). kept: rows of the last
     verify pass that were committed. carried: arrays [N, ...] that say where a slot is and are not addressed
     by position; `reset`, `snapshot` and `restore` are theirs. drafts: [N, B]; column 0 is not used.
-    record: what accept tells the host. key, law, logprob: as in the row sample.
+    record: what accept tells the host. key, law, logprob: as in the row sample. margin: as in the row
+    head, for runs that are traced.
     mass: [N, B, V], the laws that drafts were drawn from; None where drafts are the likeliest tokens. narrow:
     [N, B, Y], the same as a reduced head has them.
     caches, drafter_caches: a Cache a layer. injected: the drafter's, all layers in one, (L, N, G, S, K): one
@@ -161,6 +162,7 @@ class State:
     key: Any
     law: Any
     logprob: Any
+    margin: Any
     mass: Any
     narrow: Any
     rows: Rows
@@ -247,7 +249,8 @@ def make_state(ops, target, drafter, stops, slots, ctx, block, chunk, rejects=Fa
         slots, ctx, block, chunk, **i32, carried=tuple(i32.values()), stop=stop, masks=masks, drafts=drafts,
         choice=ops.array((count,), "i32"), record=ops.array((slots, record.size(block)), "i32"),
         key=ops.array((slots, 4), "i32"), law=ops.array((slots, 3), "f32"),
-        logprob=ops.array((count, 2), "f32"), mass=mass, narrow=narrow, rows=rows, draft_rows=draft_rows,
+        logprob=ops.array((count, 2), "f32"), margin=ops.array((count,), "f32"), mass=mass,
+        narrow=narrow, rows=rows, draft_rows=draft_rows,
         context_slot=ops.array((wide,), "i32"), context_pos=ops.array((wide,), "i32"), taps=taps,
         prompt_taps=prompt_taps, features=features, caches=caches, injected=injected, work=work,
         memory=memory, prefix=Prefix(),

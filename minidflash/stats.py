@@ -1,8 +1,38 @@
 """What a run yields and what is counted about it: Round, Stats, Timing, Memory, Result."""
 
+import math
 from dataclasses import asdict, dataclass, field
 
 SCHEMA = 1  # the `schema` of Result.to_json(), described by result.schema.json
+
+
+@dataclass
+class Detail:
+    """What the rounds of a run with trace=True also say.
+
+    anchor: the token that the round went on from, at position `start`. injected: context features that were
+    injected. choice: the target's token behind each verified row, None where its logits were not finite:
+    behind drafts that were kept it is the next draft or the target's own, behind others what it would have
+    said after them. margins: how far each choice's logit lies above the second largest; None for the whole
+    round where tokens are drawn or scored, since a draw is not the largest of anything, and for a row that
+    has no second or no numbers. stages: seconds by stage, in order; the rest of Round.seconds is the host's.
+    Of the round that prefill is: the row behind the prompt's last token. Source: engine.md 2.
+    """
+
+    anchor: int
+    start: int
+    injected: int
+    choice: list
+    margins: list | None
+    stages: dict
+
+    @classmethod
+    def of(cls, anchor, start, injected, choice, margins, stages):
+        """From arrays as a backend has them. choice: i32 (v,). margins: f32 (v,) or None. Errors: none."""
+        if margins is not None:
+            margins = [number if math.isfinite(number) else None for number in margins.tolist()]
+        choice = [None if number < 0 else number for number in choice.tolist()]
+        return cls(anchor, start, injected, choice, margins, stages)
 
 
 @dataclass
@@ -17,7 +47,7 @@ class Round:
     sample: which of several answers to one prompt. logprobs: where asked for, a pair for each token: its
     log-probability under the law that it was drawn from, and under the model's own (temperature 1,
     no filter). experts: distinct ones of a layer that the verified rows went through, the mean over layers;
-    None for a target without.
+    None for a target without. detail: with trace=True.
 
     The first item of a stream is the token that prefill chose: drafted == [], verify == 0. Plain decoding
     yields one token a round with drafted == [], verify == 1. Source: engine.md 2 and 5.
@@ -33,6 +63,7 @@ class Round:
     sample: int = 0
     logprobs: list | None = None
     experts: float | None = None
+    detail: Detail | None = None
 
 
 @dataclass

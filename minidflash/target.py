@@ -18,12 +18,12 @@ def forward(ops, model, s, rows, taps):
 def choose(ops, model, s, rows, pick, ids, choice):
     """ids[r] = the target's token after row r, for r in pick (i32[M] on the device).
 
-    choice: "likeliest"; "drawn", by s.key and s.law; or "scored": drawn,
-    with its log-probabilities in s.logprob.
+    choice: "likeliest"; "ranked", the same with its margin in s.margin; "drawn", by s.key and s.law; or
+    "scored": drawn, with its log-probabilities in s.logprob.
     """
     ranked = model.weights["norm"], model.config.eps, model.head, model.ids
-    if choice == "likeliest":
-        ops.head(rows.x, pick, *ranked, ids, s.work)
+    if choice in ("likeliest", "ranked"):
+        ops.head(rows.x, pick, *ranked, ids, s.margin[: len(ids)] if choice == "ranked" else None, s.work)
         return
     logprob, curve = s.logprob[: len(ids)] if choice == "scored" else None, model.config.curve
     ops.sample(rows.x, pick, rows.slot, rows.pos, *ranked, *curve, s.key, s.law, ids, logprob, s.work)

@@ -7,6 +7,7 @@ from functools import lru_cache
 # what takes 14.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+import numba
 import numpy as np
 import pytest
 from minidflash.kernels import has_cuda, open_ops
@@ -30,7 +31,7 @@ def known_backends():
 
 
 @lru_cache
-def _opened(backend, activations, options):
+def _opened(backend, activations, options, threads):
     try:
         return open_ops(backend, activations, **dict(options))
     except UserError as error:
@@ -41,7 +42,8 @@ def open_or_skip(backend, activations, **options):
     """Ops of a backend, opened once. Skips in words where the machine lacks it."""
     if backend == "cuda" and not has_cuda():
         pytest.skip("backend cuda cannot run here: it needs an NVIDIA GPU and pip install 'minidflash[cuda]'")
-    found = _opened(backend, activations, tuple(sorted(options.items())))
+    threads = numba.get_num_threads()  # a backend keeps to what it found when it was opened
+    found = _opened(backend, activations, tuple(sorted(options.items())), threads)
     if isinstance(found, UserError):
         pytest.skip(f"backend {backend} cannot run here: {found}; {found.hint}")
     return found
@@ -58,14 +60,14 @@ def parameters(backends=None, activations=("f32", "bf16")):
     ]
 
 
-def parameters_with(values, few, backends=None, activations=("f32", "bf16")):
+def parameters_with(values, few, backends=None, activations=("f32", "bf16"), **fewer):
     """Parameters (ops, value): every backend with all values; the emulator, which is slow, with `few` of
-    them, unless MINIDFLASH_FULL=1 asks for all."""
-    few = values if FULL else few
+    them, and a backend that `fewer` names with its own, unless MINIDFLASH_FULL=1 asks for all."""
+    of = {} if FULL else {"emulate": few} | fewer
     return [
         pytest.param(p.values[0], value, id=f"{p.id}-{value}", marks=p.marks)
         for p in parameters(backends, activations)
-        for value in (few if p.values[0][0] == "emulate" else values)
+        for value in of.get(p.values[0][0], values)
     ]
 
 
@@ -129,11 +131,10 @@ def golden():
     return golden_files.golden
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def one_thread():
-    """Threads that wait for each other are slow on a busy machine, and a command's test needs none."""
-    import numba
-
+    """Threads that wait for each other take more than half of a tiny model's time, and its bits do not depend
+    on them (F92). Kernels have all of them: tests/kernels/conftest.py."""
     before = numba.get_num_threads()
     numba.set_num_threads(1)
     yield

@@ -7,6 +7,17 @@ from importlib import util
 from pathlib import Path
 
 import pytest
+from minidflash.kernels.compiler import ARCHES
+
+from tests.conftest import FULL
+
+SM90, *SM100 = ARCHES.values()
+
+
+def cards(turn):
+    """The cards that a variant of a .cu is compiled for: sm_90a, and by turns one of the two others, whose
+    instructions are the same; all with MINIDFLASH_FULL=1. test_compile has every .cu on all."""
+    return [SM90, *SM100] if FULL else [SM90, SM100[turn % len(SM100)]]
 
 
 def nvdisasm():

@@ -1,6 +1,8 @@
 """Batch: whatever runs beside it, joins, leaves or breaks, a request's text is what it gets alone."""
 
 from functools import lru_cache
+from itertools import cycle
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -147,6 +149,47 @@ def test_a_poisoned_neighbour_changes_nobody_and_its_slot_is_clean_afterwards(op
     assert answer(found[bad])[0] == alone[1][: len(answer(found[bad])[0])]
 
 
+def test_drafts_are_those_alone():
+    """Features that wait survive the prompts of others, and rounds that let them wait: what is drafted behind
+    a text is what is drafted there alone."""
+    engine, rng = engine_for("numba", "bf16", DENSE), np.random.default_rng(6)
+    prompts = [rng.integers(0, 384, int(n)).tolist() for n in rng.integers(2, 50, 8)]
+    alone = [drafts_at(md.stream(engine, p, max_tokens=40, verify=4)) for p in prompts]
+    with md.Batch(engine, slots=3, ctx=CTX) as batch:
+        plan = cycle([4, 4, 1, 4, *[1] * 18, 4, 4])
+        batch._width = SimpleNamespace(choose=lambda *_: next(plan), learn=lambda *_: None)
+        found, handles = {}, [batch.submit(p, max_tokens=40) for p in prompts]
+        gather(batch, found)
+    seen = 0
+    for handle, known in zip(handles, alone, strict=True):
+        for at, drafts in drafts_at(one.round for one in found[handle]).items():
+            seen += at in known
+            assert drafts == known.get(at, drafts)
+    assert seen > 20
+
+
+def drafts_at(rounds):
+    """Tokens before a round -> what was drafted behind them."""
+    found, count = {}, 0
+    for one in rounds:
+        if one.drafted:
+            found[count] = one.drafted
+        count += len(one.tokens)
+    return found
+
+
+def test_a_lane_without_a_text_has_no_row_of_its_own():
+    engine = engine_for("numba", "bf16", DENSE)
+    with md.Batch(engine, slots=4, ctx=CTX, verify=4) as batch:
+        handles, found = [batch.submit([5, i], max_tokens=60) for i in range(3)], {}
+        while len(found) < 3:
+            gather(batch, found, rounds=1)
+        batch.cancel(handles[1])
+        gather(batch, found, rounds=4)
+        rows = batch._state.rows.pos[:16].reshape(4, 4)
+        assert (rows[[1, 3]] == -1).all() and (rows[[0, 2]] > 0).all()
+
+
 def test_a_prompt_runs_a_chunk_at_a_time_while_others_decode():
     engine = engine_for("numba", "bf16", DENSE)
     prompt = np.random.default_rng(4).integers(0, 384, 80).tolist()
@@ -180,6 +223,7 @@ def test_what_a_batch_refuses_is_named():
         ({"temperature": 1.0, "accept": "reject", "verify": 4}, "verify belongs to the whole batch"),
         ({"temperature": 1.0, "accept": "reject"}, "accept='reject' cannot run in a batch"),
         ({"temperature": 1.0, "samples": 2}, "one answer"),
+        ({"trace": True}, "no trace"),
         ({"block": 4}, "block belongs to the whole batch"),
         ({"max_tokens": 40}, "43 positions, 32 are there"),
     ):

@@ -12,7 +12,6 @@ from minidflash.text import RoundText
 from minidflash.tokenizer import TextStream, open_tokenizer
 from tests import harmony
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 THOUGHT = "<|channel|>analysis<|message|>Is it the cat? 😀<|end|>"
 ANSWER = "<|start|>assistant<|channel|>final<|message|>It is 34 — the cat's 😀.<|return|>"
 

@@ -17,7 +17,6 @@ from minidflash.errors import UserError
 from tests import automaton
 from tests.golden_files import golden
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT = "9 " * 40 + "5"  # P(9x40,5) of the field log: the pair FX-B then says 20 for ever
 SCHEMA = json.loads((resources.files("minidflash") / "result.schema.json").read_text(encoding="utf-8"))
 
@@ -233,7 +232,8 @@ def test_a_trace_is_written_and_retold(generate, mdf, tmp_path, monkeypatch):
     path = tmp_path / "t.jsonl"
     argv = ["--tokens", PROMPT, "-n", 20, "--verify", 8, "--ignore-eos", "--trace", path]
     assert generate(*argv, pair="FX-A")[0] == 0
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    header, *lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert header["trace"] == 1
     assert [line["verify"] for line in lines][:2] == [0, 8]
     assert [i for line in lines for i in line["ids"]] == [6, 7] + [2] * 18
     assert all({"ids", "drafts", "accepted", "verify", "seconds", "text"} <= set(line) for line in lines)
@@ -242,7 +242,7 @@ def test_a_trace_is_written_and_retold(generate, mdf, tmp_path, monkeypatch):
     assert "\033" not in out
     assert "[t6]" in out
     assert f"20 tokens in {len(lines) - 1} rounds" in out
-    assert mdf("trace", path, "--round", 0, "-q")[1].count("\n") == 1
+    assert mdf("trace", path, "--round", 0, "-q")[1].count("\n") == 5, "its line, and those of one row"
     assert mdf("trace", path, "--round", 99)[0] == 2
     path.write_text('{"ids": [1]}\n')
     assert mdf("trace", path)[0] == 2
@@ -250,7 +250,7 @@ def test_a_trace_is_written_and_retold(generate, mdf, tmp_path, monkeypatch):
 
 
 def test_rejected_drafts_are_shown_and_colour_is_for_terminals(monkeypatch):
-    from minidflash.cli.trace import tell_round
+    from minidflash.trace.tell import tell_round
 
     line = {"ids": [20, 9], "id_texts": ["t20", "a b"], "drafts": [20, 7], "draft_texts": ["t20", ""],
             "accepted": 1,

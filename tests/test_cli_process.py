@@ -69,7 +69,7 @@ def test_ctrl_c_with_json_gives_the_object(pair, tmp_path):
     assert 1 + sum(found["rounds"]) == len(found["tokens"])
     assert found["finish_reason"] == "interrupted"
     assert 0 < len(found["tokens"]) < 4000
-    assert len(trace.read_text().splitlines()) == len(found["tokens"])
+    assert len(trace.read_text().splitlines()) == 1 + len(found["tokens"])
 
 
 def test_the_first_ctrl_c_interrupts_loading_the_second_ends_at_once():

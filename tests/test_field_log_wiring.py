@@ -107,7 +107,7 @@ def test_f05_the_final_norm_comes_once_before_the_head(ops, rng):
     ops.upload(pick, np.arange(T, dtype=np.int32))
     ops.upload(scale, norm)
     work = ops.array((ops.backend.work_size(T, D, V),), "f32")
-    ops.head(rows, pick, scale, 1e-6, ops.weight([Part()]), V, ids, work)
+    ops.head(rows, pick, scale, 1e-6, ops.weight([Part()]), V, ids, None, work)
     found, wide = ops.download(ids), x.astype(np.float64)
     once = (norm * rms(wide)) @ head.T
     assert np.array_equal(found, once.argmax(-1))

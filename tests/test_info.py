@@ -9,8 +9,6 @@ import minidflash as md
 from minidflash import fit
 from tests import automaton
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):

@@ -86,10 +86,12 @@ def test_programs_are_recorded_for_contexts(engine, monkeypatch):
     monkeypatch.setattr(type(engine.ops.backend), "buckets", (40, 64))
     monkeypatch.setattr(engine, "programs", {})
 
-    def noted(fn, bucket=None):
-        program = plain(fn, bucket)
+    def noted(fn, bucket=None, is_timed=False):
+        program = plain(fn, bucket, is_timed)
 
         class Checked:
+            clock = program.clock
+
             @staticmethod
             def launch():
                 program.launch()

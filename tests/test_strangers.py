@@ -18,10 +18,11 @@ from minidflash.cli import main, terminal
 from minidflash.cli.bench import read_prompts
 from minidflash.cli.generate import read_prompt
 from minidflash.cli.terminal import Paint, Progress, json_line, say, write_lines
-from minidflash.cli.trace import Trace, read
 from minidflash.encoding import decoded
 from minidflash.errors import LONGEST, UserError, printable
 from minidflash.tokenizer import open_tokenizer
+from minidflash.trace.read import read
+from minidflash.trace.write import Trace
 from tests.automaton import build
 from tests.test_tokenizer import byte_fallback, byte_level, save
 
@@ -65,7 +66,7 @@ def test_the_last_resort_and_its_traceback_are_printable(mdf, monkeypatch, capsy
     def broken(args, interrupt):
         raise RuntimeError(f"so {ESCAPE}")
 
-    monkeypatch.setattr("minidflash.cli.trace.tell", broken)
+    monkeypatch.setattr("minidflash.cli.trace.trace", broken)
     assert main(["trace", "x", "-v"]) == 1
     err = capsys.readouterr().err
     assert "Traceback" in err and "owned" in err and not set(err) & set("\x1b\x07\x9b\r\u202e")

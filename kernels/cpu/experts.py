@@ -62,10 +62,11 @@ def lay_pairs(rows, divide, order, groups, work, threads):
     """
     cols = rows.shape[1]
     if len(rows) == 1:
-        _lay_share(rows, divide, order, groups, work, 0, cols)
+        _lay_share(rows, divide, order, groups, work, np.int64(0), cols)
     else:
         for thread in numba.prange(threads):
-            first, last = cols * thread // threads, cols * (thread + 1) // threads
+            own = np.int64(thread)
+            first, last = cols * own // threads, cols * (own + 1) // threads
             if first < last:
                 _lay_share(rows, divide, order, groups, work, first, last)
 

@@ -23,7 +23,8 @@ def _products(w, order, first, e, tile, count, work, at, y_at, cols, width):
         multiply(w, e * w.shape[1] + tile, count, cols, work, start, n, at)
         for i in range(n):
             y, to = at + i * GROUP * LANES, y_at + np.int64(order[start + i]) * width + d
-            work[to : to + these] = work[y : y + these]
+            for j in range(these):
+                work[to + j] = work[y + j]
         start += n
 
 
@@ -61,7 +62,9 @@ def _run(h, w, bias, expert, share, first, order, adds, tap_row, tap_at, x, taps
                 if expert[t, 0] >= 0:
                     _end_row(t, bias, expert, share, adds, x[t], work, y_at, width, begin, end)
                     if len(tap_row) and tap_row[t] >= 0:
-                        taps[tap_row[t], tap_at + begin : tap_at + end] = x[t, begin:end]
+                        tap = taps[tap_row[t]]
+                        for d in range(begin, end):
+                            tap[tap_at + d] = x[t, d]
                 elif not adds:
                     x[t, begin:end] = 0
             tile += count

@@ -41,8 +41,9 @@ def _piece(w, bias, order, first, e, tile, count, act, limit, alpha, work, at, c
                 width = min(LANES, ffn - f)
                 gate, up = work[y : y + width], work[y + LANES : y + LANES + width]
                 if len(bias):
-                    gate += bias[e, f : f + width]
-                    up += bias[e, ffn + f : ffn + f + width]
+                    for k in range(width):
+                        gate[k] += bias[e, f + k]
+                        up[k] += bias[e, ffn + f + k]
                 _activate(gate, up, act, limit, alpha, h[r // used, r % used, f : f + width])
         start += n
 

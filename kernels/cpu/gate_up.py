@@ -1,6 +1,7 @@
 """gate_up: h = act(Wg n(x)) * (Wu n(x)), one matrix product over the stacked weights. Moves: the weights."""
 
 import numba
+import numpy as np
 
 from ..table import GELU_TANH
 from .jit import jit
@@ -27,10 +28,10 @@ def _run(x, norm, eps, act, w, work, h, none_i, threads):
     y_at, ld = rows * x.shape[1], w.shape[0] * 16
     matmul(w, rows, x.shape[1], work, y_at, ld, threads)
     if x.shape[0] == 1:
-        _gate_row(0, act, h, work, y_at, ld)
+        _gate_row(np.int64(0), act, h, work, y_at, ld)
     else:
         for t in numba.prange(x.shape[0]):
-            _gate_row(t, act, h, work, y_at, ld)
+            _gate_row(np.int64(t), act, h, work, y_at, ld)
 
 
 def gate_up(backend, x, norm, eps, act, w, work, h):

@@ -7,6 +7,7 @@ import numpy as np
 from .jit import jit
 from .scalar import F, all_finite, soft_cap
 from .tiles import lay_tokens, matmul
+from .vector import row_max
 
 
 @jit
@@ -21,18 +22,30 @@ def _argmax(work, at, count):
     return index
 
 
+@jit
+def _margin(work, at, count, index):
+    """How far the logit of that index lies above the largest other one; infinite where there is none."""
+    if index < 0 or count == 1:
+        return F(np.inf)
+    others = max(row_max(work, at, index), row_max(work, at + index + 1, count - index - 1))
+    return work[at + index] - others
+
+
 @jit(parallel=True)
-def _run_head(x, pick, norm, eps, w, limit, ids, work, threads):
+def _run_head(x, pick, norm, eps, w, limit, ids, margin, work, threads):
     rows = lay_tokens(x, pick, norm, eps, work, threads)
     y_at, ld = rows * x.shape[1], w.shape[0] * 16
     matmul(w, rows, x.shape[1], work, y_at, ld, threads)
     for i in numba.prange(len(pick)):
-        ids[pick[i]] = _argmax(work, y_at + np.int64(i) * ld, limit)
+        at, r = y_at + np.int64(i) * ld, pick[i]
+        ids[r] = _argmax(work, at, limit)
+        if len(margin):
+            margin[r] = _margin(work, at, limit, np.int64(ids[r]))
 
 
-def head(backend, x, pick, norm, eps, w, limit, ids, work):
+def head(backend, x, pick, norm, eps, w, limit, ids, margin, work):
     if len(pick):
-        _run_head(x, pick, norm, eps, w.data, limit, ids, work, backend.threads)
+        _run_head(x, pick, norm, eps, w.data, limit, ids, backend.f(margin), work, backend.threads)
 
 
 @jit(parallel=True)

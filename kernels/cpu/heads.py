@@ -8,12 +8,19 @@ from .vector import row_dot
 
 
 @jit
+def _add(values, bias, at):
+    """values += bias[at:], where there is one."""
+    if len(bias):
+        for i in range(len(values)):
+            values[i] += bias[at + i]
+
+
+@jit
 def finish_head(work, at, size, bias, bias_at, norm, norm_at, eps, cos, sin, p):
     """In place on work[at : at + size]: + bias, * norm / rms (models.md 2),
     rotate by position p (models.md 0)."""
     head = work[at : at + size]
-    if len(bias):
-        head += bias[bias_at : bias_at + size]
+    _add(head, bias, bias_at)
     if len(norm):
         scale = norm[norm_at : norm_at + size]
         r = F(1.0) / np.sqrt(row_dot(work, at, work, at, size) / F(size) + F(eps))
@@ -44,12 +51,11 @@ def keep_kv(
     values: heads before the first v head; 0: values are what the k heads are before norm and rotation.
     """
     row, heads = key % cache_k.shape[1], groups + values
-    if len(bias):
-        work[at : at + heads * size] += bias[bias_at : bias_at + heads * size]
+    _add(work[at : at + heads * size], bias, bias_at)
     for g in range(groups):
         k_at, v_at = at + g * size, at + (values + g) * size
         _keep_value(work, v_at, size, v_norm, eps, cache_v[g, row])
-        finish_head(work, k_at, size, bias[:0], 0, norm, norm_at, eps, cos, sin, p)
+        finish_head(work, k_at, size, bias[:0], np.int64(0), norm, norm_at, eps, cos, sin, p)
         keep_row(work[k_at : k_at + size], cache_k[g, row])
 
 

@@ -65,7 +65,12 @@ class KernelCache(NullCache):
 
 
 def jit(function=None, *, parallel=False):
-    """Compile for the CPU: no GIL, no fast-math, cached on disk where possible."""
+    """Compile for the CPU: no GIL, no fast-math, cached on disk where possible.
+
+    A number of prange, and a 0, go to what is called as np.int64: for uint64 and for a literal it would be
+    compiled again. Expressions and assignments of arrays are loops: what Numba says where shapes differ takes
+    seconds to compile.
+    """
     if function is None:
         return lambda f: jit(f, parallel=parallel)
     compiled = numba.njit(parallel=parallel, nogil=True, error_model="numpy")(function)

@@ -24,7 +24,9 @@ def _join_row(t, a, b, norms, eps, scale, tap_row, tap_at, x, taps):
     for d in range(width):
         row[d] = rounded(times * (load(row[d]) + norm[d] * (both[d] * r)), x)
     if len(tap_row) and tap_row[t] >= 0:
-        taps[tap_row[t], tap_at : tap_at + width] = row
+        tap = taps[tap_row[t]]
+        for d in range(width):
+            tap[tap_at + d] = row[d]
 
 
 @jit(parallel=True)

@@ -1,6 +1,7 @@
 """linear: y = a W^T (+ bias), rounded once. Moves: the weights."""
 
 import numba
+import numpy as np
 
 from .jit import jit
 from .scalar import rounded
@@ -24,10 +25,10 @@ def _run(a, w, bias, work, y, none_f, none_i, threads):
     y_at, ld = rows * a.shape[1], w.shape[0] * 16
     matmul(w, rows, a.shape[1], work, y_at, ld, threads)
     if a.shape[0] == 1:
-        _row(0, bias, work, y_at, ld, y)
+        _row(np.int64(0), bias, work, y_at, ld, y)
     else:
         for t in numba.prange(a.shape[0]):
-            _row(t, bias, work, y_at, ld, y)
+            _row(np.int64(t), bias, work, y_at, ld, y)
 
 
 def linear(backend, a, w, bias, work, y):

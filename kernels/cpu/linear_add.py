@@ -28,7 +28,9 @@ def _end_row(t, bias, norm, eps, scale, tap_row, tap_at, x, taps, work, y_at, ld
         for d in range(width):
             row[d] = rounded(load(row[d]) + y[d], x)
     if len(tap_row) and tap_row[t] >= 0:
-        taps[tap_row[t], tap_at : tap_at + width] = row
+        tap = taps[tap_row[t]]
+        for d in range(width):
+            tap[tap_at + d] = row[d]
 
 
 @jit(parallel=True)
@@ -41,7 +43,7 @@ def _run(a, w, bias, norm, eps, scale, tap_row, tap_at, x, taps, work, none_f, n
             _end_row(t, bias, norm, eps, scale, tap_row, tap_at, x, taps, work, y_at, ld)
     else:
         for t in numba.prange(a.shape[0]):
-            _end_row(t, bias, norm, eps, scale, tap_row, tap_at, x, taps, work, y_at, ld)
+            _end_row(np.int64(t), bias, norm, eps, scale, tap_row, tap_at, x, taps, work, y_at, ld)
 
 
 def linear_add(backend, a, w, bias, norm, eps, scale, tap_row, tap_at, x, taps, work):

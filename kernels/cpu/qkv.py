@@ -1,6 +1,7 @@
 """qkv: norm, Q K V projections, q/k norm, rotation, append to the caches. Moves: the weights."""
 
 import numba
+import numpy as np
 
 from .heads import finish_head, keep_kv, keep_row
 from .jit import jit
@@ -18,13 +19,13 @@ def _row(t, kv_heads, biases, norms, eps, tables, address, caches, q, work, y_at
         return
     at = y_at + t * ld
     for h in range(heads):
-        finish_head(work, at + h * size, size, q_bias, h * size, q_norm, 0, eps, cos, sin, p)
+        finish_head(work, at + h * size, size, q_bias, h * size, q_norm, np.int64(0), eps, cos, sin, p)
         keep_row(work[at + h * size : at + (h + 1) * size], q[t, h])
     cache_k, cache_v = caches[0][slot[t]], caches[1][slot[t]]
     groups = len(cache_k)
     values = kv_heads - groups
-    keep_kv(work, at + kv_at, groups, values, size, kv_bias, 0, k_norm, 0, v_norm, eps, cos, sin, p, key[t],
-            cache_k, cache_v)  # fmt: skip
+    keep_kv(work, at + kv_at, groups, values, size, kv_bias, np.int64(0), k_norm, np.int64(0), v_norm, eps,
+            cos, sin, p, key[t], cache_k, cache_v)  # fmt: skip
 
 
 @jit(parallel=True)
@@ -35,10 +36,10 @@ def _run(x, norm, eps, wq, wkv, kv_heads, biases, norms, tables, address, caches
     matmul(wq, rows, x.shape[1], work, y_at, ld, threads)
     matmul(wkv, rows, x.shape[1], work, y_at + kv_at, ld, threads)
     if x.shape[0] == 1:
-        _row(0, kv_heads, biases, norms, eps, tables, address, caches, q, work, y_at, ld, kv_at)
+        _row(np.int64(0), kv_heads, biases, norms, eps, tables, address, caches, q, work, y_at, ld, kv_at)
     else:
         for t in numba.prange(x.shape[0]):
-            _row(t, kv_heads, biases, norms, eps, tables, address, caches, q, work, y_at, ld, kv_at)
+            _row(np.int64(t), kv_heads, biases, norms, eps, tables, address, caches, q, work, y_at, ld, kv_at)
 
 
 def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, v_norm, cos, sin, slot, pos, at,

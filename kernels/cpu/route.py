@@ -57,8 +57,8 @@ def _route_row(t, bias, normalise, expert_scale, pos, work, at, count, expert, s
         expert[t], share[t] = -1, 0
         return
     logits = work[at : at + count]
-    if len(bias):
-        logits += bias
+    for e in range(len(bias)):
+        logits[e] += bias[e]
     for e in range(count):
         if logits[e] != logits[e]:  # a NaN is the least likely
             logits[e] = F(-np.inf)
@@ -101,11 +101,11 @@ def _run(
     y_at, ld = rows * x.shape[1], w.shape[0] * 16
     matmul(w, rows, x.shape[1], work, y_at, ld, threads)
     if len(x) == 1:
-        _route_row(0, bias, normalise, expert_scale, pos, work, y_at, count, expert, share)
+        _route_row(np.int64(0), bias, normalise, expert_scale, pos, work, y_at, count, expert, share)
     else:
         for t in numba.prange(len(x)):
-            at = y_at + np.int64(t) * ld
-            _route_row(t, bias, normalise, expert_scale, pos, work, at, count, expert, share)
+            row = np.int64(t)
+            _route_row(row, bias, normalise, expert_scale, pos, work, y_at + row * ld, count, expert, share)
     if len(u_norm):
         _norm_rows(x, u_norm, eps, pos, u)  # the router has read its own
     _group(expert, touched, first, order)

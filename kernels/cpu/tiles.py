@@ -97,10 +97,11 @@ def lay_tokens(x, pick, norm, eps, work, threads):
             at = _source(pick, t) * cols
             work[scale_at + t] = F(1.0) / np.sqrt(row_dot(x, at, x, at, cols) / F(cols) + F(eps))
     if rows == 1:
-        _lay_share(x, pick, norm, work, rows, total, m, scale_at, 0, cols)
+        _lay_share(x, pick, norm, work, rows, total, m, scale_at, np.int64(0), cols)
     else:
         for thread in numba.prange(threads):
-            first, last = cols * thread // threads, cols * (thread + 1) // threads
+            own = np.int64(thread)
+            first, last = cols * own // threads, cols * (own + 1) // threads
             _lay_share(x, pick, norm, work, rows, total, m, scale_at, first, last)
     return total
 

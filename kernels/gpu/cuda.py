@@ -1,13 +1,14 @@
 """The cuda backend: CuPy arrays on one stream, weights through pinned memory,
 a round captured once as a graph."""
 
+import itertools
 import weakref
 from collections import deque
 
 import numpy as np
 
 from ...errors import UserError
-from ..host import Replay
+from ..host import Replay, between
 from ..launch import CudaDevice
 from ..ops import DTYPES, storage
 from . import GpuBackend, as_stored, host_arrays, stored_shape, stored_type
@@ -148,6 +149,10 @@ class CudaBackend(GpuBackend):
         wait.events = begin, end  # for benches
         return wait
 
+    def clock(self):
+        """What a timed program looks at, see Ops.program."""
+        return EventClock(self)
+
     def free_memory(self):
         """Bytes that arrays can still get: the card's free memory and what the pool holds unused."""
         with self._place:
@@ -211,6 +216,33 @@ class CudaBackend(GpuBackend):
                 return Graph(self, program) if self.mode == "graph" else program
             finally:
                 self.is_preparing, self.bucket = False, None
+
+
+class EventClock:
+    """When stages of a program began, by events: of a graph they are nodes that every launch of it records,
+    so they are read before the next one."""
+
+    def __init__(self, backend):
+        self._backend, self._events = backend, {}
+
+    def look(self, stage):
+        device = self._backend.device
+        driver = device.driver
+        if stage not in self._events:
+            event = self._events[stage] = device.do(driver.cuEventCreate(0))
+            weakref.finalize(self, driver.cuEventDestroy, event)
+        if not self._backend.is_preparing:
+            in_graph = driver.CUevent_record_flags.CU_EVENT_RECORD_EXTERNAL
+            flags = in_graph if self._backend.mode == "graph" else 0
+            device.do(driver.cuEventRecordWithFlags(self._events[stage], device.driver_stream, flags))
+
+    def read(self):
+        """{stage: seconds} of the last launch, in its order; it has ended."""
+        device, pairs = self._backend.device, itertools.pairwise(self._events.values())
+        with self._backend._failures:
+            device.enter()
+            lengths = [1e-3 * device.do(device.driver.cuEventElapsedTime(*pair)) for pair in pairs]
+        return between(self._events, lengths)
 
 
 class Graph:

@@ -74,8 +74,8 @@ def work_size(backend, rows, cols, outputs):
         return pieces
     cut = split.choose(outputs, cols, backend.sms)
     tiles = -(-outputs // TILE) + 2  # two matrices round up twice
-    # Rows that are normed as wholes, and their squares a tile; bests of head.
-    finished = split.ROWS * max(outputs + tiles, 2 * 16 * backend.sms)
+    # Rows that are normed as wholes, and their squares a tile; bests of head and their margins.
+    finished = split.ROWS * max(outputs + tiles, 3 * 16 * backend.sms)
     return max(pieces, cut.work(tiles) + finished)
 
 
@@ -245,15 +245,20 @@ def gate_up(backend, x, norm, eps, act, w, work, h):
     )  # fmt: skip
 
 
-def head(backend, x, pick, norm, eps, w, limit, ids, work):
+def head(backend, x, pick, norm, eps, w, limit, ids, margin, work):
     if w.layout != "packed":
         return None
     cut, tiles = split.choose(w.rows, w.cols, backend.sms, whole=True), tiles_of(w.rows)
 
     def args(here, count):
-        return [w.data, x, pick[here], norm, ids, work, work[COUNTERS:], eps, count, w.rows, w.cols, limit]
+        out = [ids] if margin is None else [ids, margin]
+        sizes = [count, w.rows, w.cols, limit]
+        return [w.data, x, pick[here], norm, *out, work, work[COUNTERS:], eps, *sizes]
 
-    return launch(backend, "head_fast.cu", "head_fast", tiles, cut, w, len(pick), args, is_normed=True)
+    if margin is None:
+        return launch(backend, "head_fast.cu", "head_fast", tiles, cut, w, len(pick), args, is_normed=True)
+    name = "head_margin_fast"
+    return launch(backend, f"{name}.cu", name, tiles, cut, w, len(pick), args, is_normed=True)
 
 
 def _room(w, work, rows):

@@ -172,12 +172,12 @@ def join(backend, a, b, a_norm, b_norm, norm, eps, scale, tap_row, tap_at, x, ta
     backend.launch("join.cu", "join", rows, THREADS, 4 * width, args, _types(backend))
 
 
-def head(backend, x, pick, norm, eps, w, limit, ids, work):
+def head(backend, x, pick, norm, eps, w, limit, ids, margin, work):
     if not len(pick):
         return
     laid, y = _laid(backend, x, pick, norm, eps, work)
     _linear(backend, w, laid, "f32", y, w.rows)
-    backend.launch("head.cu", "head", len(pick), 256, 0, [y, pick, ids, limit, w.rows])
+    backend.launch("head.cu", "head", len(pick), 256, 0, [y, pick, ids, margin, limit, w.rows])
 
 
 def _picked_logits(backend, x, pick, norm, eps, w, work):

@@ -62,6 +62,15 @@ examples:
   minidflash verify --layers --target FOLDER --drafter FOLDER --reference golden.safetensors
   minidflash verify --kernel qkv --shape qwen3-8b,T=5
 """
+TRACE = """Re-tell a run round by round: what was drafted, kept and rejected; or run it again to check it.
+
+examples:
+  minidflash generate "Why is the sky blue?" --trace run.jsonl
+  minidflash trace run.jsonl
+  minidflash trace run.jsonl --round 3
+  minidflash trace run.jsonl --html run.html
+  minidflash trace run.jsonl --check
+"""
 
 
 def make_parser():
@@ -101,7 +110,9 @@ def _generate(parser):
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print one JSON object at the end, and no text")
     output.add_argument("--stats", action="store_true", help="print statistics on stderr after the text")
-    output.add_argument("--trace", metavar="FILE", help="write one JSON line a round; see minidflash trace")
+    output.add_argument("--trace", metavar="FILE",
+                        help="write what is run, with hashes of its files, then a JSON line a round; see "
+                        "minidflash trace")  # fmt: skip
     output.add_argument("--no-stream", action="store_true", help="print the text when it is complete")
     add_machine(parser)
     parser.set_defaults(run=_lazy("generate", "generate"))
@@ -162,9 +173,19 @@ def _bench(parser):
 
 def _trace(parser):
     parser.add_argument("file", metavar="FILE", help="what generate --trace wrote")
-    parser.add_argument("--round", metavar="N", type=whole(0), help="only this round; 0 is prefill's token")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--round", metavar="N", type=whole(0),
+                      help="only this round, position by position; 0 is prefill's token")  # fmt: skip
+    what.add_argument("--html", metavar="OUT", help="write it as a page of its own, to open in a browser")
+    what.add_argument("--check", action="store_true",
+                      help="run it again and compare every line but its times; code 1 where one is another "
+                      "now")  # fmt: skip
+    for role in ("target", "drafter"):
+        parser.add_argument(f"--{role}", metavar="FOLDER|ID",
+                            help=f"with --check: the {role}, where it is not what the file names, or has "
+                            "to be fetched")  # fmt: skip
     add_talk(parser)
-    parser.set_defaults(run=_lazy("trace", "tell"))
+    parser.set_defaults(run=_lazy("trace", "trace"))
 
 
 def _verify(parser):
@@ -220,7 +241,7 @@ COMMANDS = {
     "serve": (_serve, SERVE),
     "info": (_info, "Say what this machine can run, what a checkpoint pair is, and the memory it needs."),
     "bench": (_bench, "Measure tokens a second with and without the drafter, by kind of prompt."),
-    "trace": (_trace, "Re-tell a run round by round: what was drafted, kept and rejected."),
+    "trace": (_trace, TRACE),
     "verify": (_verify, VERIFY),
     "kernels": (_kernels, "Print the signature table, or explain one kernel of it."),
 }

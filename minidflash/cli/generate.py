@@ -20,10 +20,12 @@ def generate(args, interrupt=None):
     from ..loop import rounds_of
     from ..request import Request
     from ..stats import Timing
-    from .trace import Trace
+    from ..trace.write import Trace
 
     interrupt = interrupt or Interrupt()
     options = options_of(args, "raw", "system", "ignore_eos")
+    if args.trace is not None:
+        options["trace"] = True
     prompt = read_prompt(args)
     with nullcontext() if args.trace is None else Trace(args.trace) as trace:
         engine = open_engine(args)
@@ -147,13 +149,15 @@ def run(engine, request, stream, timing, args, interrupt, trace=None):
 
     rounds, reason, is_streaming = [], None, not (args.json or args.no_stream)
     gap = ""  # between answers; written once there is text behind it
+    if trace:
+        trace.begin(engine, request)
     try:
         with closing(stream):
             for r in stream:
                 interrupt.engine = engine  # from now on the round is finished first
                 rounds.append(r)
                 if trace:
-                    trace.write(r, engine.tokenizer)
+                    trace.write(r)
                 if is_streaming:
                     is_first = len(rounds) == 1 or rounds[-2].sample != r.sample
                     gap += BETWEEN * (is_first and r.sample > 0)

@@ -14,7 +14,7 @@ ROTATED = 128 << 20  # bytes of different weights between two uses of the same: 
 BLOCK = 16
 CURVE = {"multiplier": 1.0, "cap": 0.0}  # of logits: most models have none
 # Optional arguments that are not timed: of a row, and ends of names.
-NOT_TIMED = ("linear_add", "norm"), ("linear_add", "scale")
+NOT_TIMED = ("linear_add", "norm"), ("linear_add", "scale"), ("head", "margin")
 LEFT_OUT = "bias", "sinks", "logprob", "v_norm", "u_norm", "expert_scale"
 EXPERT_ROWS = "route", "experts_up", "experts_down"
 

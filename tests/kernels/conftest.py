@@ -1,4 +1,4 @@
-"""`opened`: the cuda backend on a GPU that is none (tests/fake_card.py)."""
+"""`opened`: the cuda backend on a GPU that is none (tests/fake_card.py). Kernels run on all threads."""
 
 import pytest
 from minidflash.kernels import launch
@@ -6,6 +6,11 @@ from minidflash.kernels.gpu import cuda
 from minidflash.kernels.ops import Ops
 
 from tests.fake_card import Driver, fake_cupy
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Takes the place of the rule for models: who shares out a kernel's work is tested here."""
 
 
 @pytest.fixture

@@ -94,6 +94,47 @@ def test_without_graph_the_calls_are_launched(opened, rng):
     assert ops.backend.mode == "eager"
 
 
+@pytest.mark.parametrize("graph", [True, False])
+def test_a_timed_program_records_events_between_its_stages(opened, rng, graph, monkeypatch):
+    """In a graph they are its nodes; nothing waits for them, and they are read when the round has ended."""
+    ops, driver = opened(graph=graph)
+    table, ids, x = embedding(ops, rng)
+    recorded, events = [], iter(range(100, 200))
+    monkeypatch.setattr(driver, "cuEventCreate", lambda flags: (0, (next(events), flags)), raising=False)
+
+    def record(event, stream, flags):
+        recorded.append((event[0], driver.count("cuLaunchKernelEx"), int(flags)))
+        return (0,)
+
+    monkeypatch.setattr(driver, "cuEventRecordWithFlags", record, raising=False)
+    monkeypatch.setattr(
+        driver, "cuEventElapsedTime", lambda a, b: (0, 10.0 * a[0] + (b[0] - a[0])), raising=False
+    )
+
+    def stages():
+        for stage in ("draft", "verify"):
+            ops.mark(stage)
+            ops.embed(ids, table, 1.0, x)
+        ops.mark(None)
+
+    plain = ops.program(stages)
+    assert plain.clock is None and not recorded
+    waits = driver.count("cuEventSynchronize")
+    launches = driver.count("cuLaunchKernelEx")
+    timed = ops.program(stages, is_timed=True)
+    timed.launch()
+    external = int(driver.CUevent_record_flags.CU_EVENT_RECORD_EXTERNAL)
+    flag = external if graph else 0
+    assert recorded == [(100, launches, flag), (101, launches + 1, flag), (102, launches + 2, flag)]
+    assert timed.clock.read() == pytest.approx({"draft": 1.001, "verify": 1.011})
+    assert external == 1 and driver.count("cuEventSynchronize") == waits
+    other = ops.program(stages, is_timed=True)
+    other.launch()
+    assert recorded[3][0] == 103, "another program has events of its own"
+    ops.mark("verify")  # outside of a timed program: nothing
+    assert len(recorded) == 6
+
+
 def test_a_failed_capture_is_ended(opened, rng):
     ops, driver = opened()
     table, ids, x = embedding(ops, rng)

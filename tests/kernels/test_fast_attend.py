@@ -15,7 +15,8 @@ from minidflash.kernels.gpu import COUNTERS, attend_fast, split
 from tests import cases
 from tests.cases import GUARD, Make, Matrix, stored
 from tests.compare import assert_close, assert_same_bits, real
-from tests.conftest import open_or_skip, parameters
+from tests.conftest import FULL, open_or_skip, parameters
+from tests.disassembly import cards
 from tests.kernels.test_attend import CASE, C, weigh
 from tests.kernels.test_compile import assert_instructions, disassemble, needs_nvrtc
 
@@ -321,17 +322,22 @@ def test_old_keys_are_asked_for_before_the_wait(ops, rng, monkeypatch):
 
 USUAL = [(64, False, False), (128, False, False), (128, True, False), (64, False, True), (64, True, True),
          (128, True, True)]  # fmt: skip
-LARGE = [(256, True, False), (512, False, False)]  # sm_90a runs them with wgmma alone
+LARGE = [(256, True, False), (512, False, False)]
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("arch, wgmma, size, is_windowed, has_sinks", [
-    (arch, wgmma, *kind)
-    for arch, wgmma in [*((arch, False) for arch in compiler.ARCHES.values()), ("sm_90a", True)]
-    for kind in USUAL + (LARGE if wgmma or arch != "sm_90a" else [])
-])  # fmt: skip
-def test_compiles_without_spills_and_two_blocks_fit(ops, arch, wgmma, size, is_windowed, has_sinks, tmp_path):
+@pytest.mark.parametrize(
+    "arch, size, is_windowed, has_sinks",
+    [
+        (arch, *kind)
+        for i, kind in enumerate(USUAL + LARGE)
+        for arch in cards(i)
+        if FULL or arch == "sm_90a" or kind in [USUAL[-1], *LARGE]  # elsewhere those with most registers
+    ],
+)
+def test_compiles_without_spills_and_two_blocks_fit(ops, arch, size, is_windowed, has_sinks, tmp_path):
     """What the compiler adds for alignment counts: 256 bytes once halved the blocks of 16 rows."""
+    wgmma = arch in attend_fast.HAS_WGMMA
     shape = attend_fast.Shape(16, 32, 8, size, 1, 132, is_windowed, has_sinks, wgmma=wgmma)
     cubin, log = compiler.compile_cubin(source.find("attend_fast.cu"), arch, shape.defines)
     used = compiler.resources(log)["attend_fast"]

@@ -14,8 +14,8 @@ from minidflash.kernels.table import ROWS as TABLE_ROWS
 
 from tests.cases import Make, stored
 from tests.compare import assert_same_bits, real
-from tests.conftest import parameters
-from tests.disassembly import assert_instructions, disassemble_all
+from tests.conftest import FULL, parameters
+from tests.disassembly import assert_instructions, cards, disassemble_all
 from tests.fast_rows import C_NORMED, PRODUCTS, ROWS, C, fast_check, fast_run, on_gpu_backends
 from tests.kernels import (
     test_fuse,
@@ -34,6 +34,7 @@ CUTS = [
     split.Split(2, 2, 3, 3, 1), split.Split(1, 1, 8, 2, 2, 4), split.Split(2, 1, 4, 4, 1, 2, True),
     split.Split(3, 1, 3, 2, 1, 4, True, True),
 ]  # fmt: skip
+BATCHES = 3, 16, 27  # rows: each has kernels of its own
 
 
 @pytest.fixture
@@ -97,8 +98,15 @@ def test_every_order_of_blocks_warps_and_lanes_gives_the_same_bits(ops, rng, cut
 
 
 @on_gpu_backends
-@pytest.mark.parametrize("cut", CUTS, indirect=True, ids=str)
-@pytest.mark.parametrize("T", [3, 16, 27])
+@pytest.mark.parametrize(
+    "T, cut",
+    [
+        pytest.param(T, cut, id=f"{T}-cut{i}")
+        for i, cut in enumerate(CUTS)
+        for T in (BATCHES if FULL else [BATCHES[i % len(BATCHES)]])
+    ],
+    indirect=["cut"],
+)
 def test_every_cut_is_right(ops, rng, cut, T):
     case = test_linear.make(ops, rng, T, 123, 700, "bf16", True)
     fast_check(ops, "linear", case, test_linear.terms_of(case), C)
@@ -187,7 +195,7 @@ def test_dependent_launches_read_nothing_too_early(ops, rng, cut, monkeypatch):
                 b["h"], w["down"], None, None, 0.0, None, b["pos"], 0, b["x"], b["taps"], b["work"]
             )
             ops.linear(b["h"], w["down"], None, b["work"], b["y"])
-            ops.head(b["x"], b["pos"], b["norm"], 1e-6, w["head"], V, b["ids"], b["work"])
+            ops.head(b["x"], b["pos"], b["norm"], 1e-6, w["head"], V, b["ids"], None, b["work"])
         return {name: ops.download(value) for name, value in b.items() if name != "work"}
 
     want = chain()
@@ -205,19 +213,27 @@ OTHERS = [
     ("qkv", {"NORMED": 0}),
     ("gate_up", {"NORMED": 0}),
     ("gate_up", {"ACT": GELU_TANH}),
-]  # kernels under defines that are not the default
+    ("head_margin", {}),
+]  # kernels under defines that are not the default, and of a row's other form
+# sample and propose use head_logits_fast, join is no product
+VARIANTS = [*((name, {}) for name in PRODUCTS if name not in ("sample", "propose", "join")), *OTHERS]
+
+
+def builds(arch):
+    """Cuts and token tiles of a kernel: all for sm_90a; else the widest, which takes most registers."""
+    is_all = FULL or arch == "sm_90a"
+    return itertools.product(COMPILED, split.TOKEN_TILES if is_all else split.TOKEN_TILES[-1:])
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("arch", compiler.ARCHES.values())
 @pytest.mark.parametrize(
-    "name, others",
-    [*((name, {}) for name in PRODUCTS if name not in ("sample", "propose", "join")), *OTHERS],
+    "name, others, arch",
+    [(*variant, arch) for i, variant in enumerate(VARIANTS) for arch in cards(i)],
     ids=str,
-)  # sample and propose use head_logits_fast, join is no product
+)
 def test_kernels_keep_to_registers_and_stream(name, others, arch, tmp_path):
     file, cubins = "head_fast.cu" if name == "head_logits" else f"{name}_fast.cu", []
-    for cut, token_tiles in itertools.product(COMPILED, split.TOKEN_TILES):
+    for cut, token_tiles in builds(arch):
         defines = {key: str(value) for key, value in (fast.defines_of(cut, token_tiles) | others).items()}
         cubin, log = compiler.compile_cubin(file, arch, defines)
         used = compiler.resources(log)[f"{name}_fast"]
@@ -277,13 +293,16 @@ def test_a_card_is_kept_busy(monkeypatch):
 
 # The kernel of each measured product: a shape is measured for one row of one model.
 MEASURED = {
-    "qkv": [(6144, 4096), (6144, 2560), (960, 576), (5120, 2048), (5120, 2880)],
+    "qkv": [(6144, 4096), (6144, 2560), (960, 576), (5120, 2048), (5120, 2880), (6144, 2816), (8192, 2816),
+            (9216, 2816)],
     "linear_add": [(4096, 4096), (4096, 12288), (2560, 4096), (2560, 9728), (4096, 14336), (576, 576),
-                   (576, 1536), (2048, 4096), (2880, 4096)],
-    "gate_up": [(24576, 4096), (19456, 2560), (28672, 4096), (3072, 576)],
-    "head": [(151936, 4096), (128256, 4096), (151936, 2560), (49152, 576)],
-    "fuse": [(4096, 20480), (2560, 12800), (576, 2304)],
-    "inject": [(10240, 4096), (10240, 2560), (1536, 576)],
+                   (576, 1536), (2048, 4096), (2880, 4096), (2048, 6144), (2816, 2112), (2816, 4096),
+                   (2816, 5632), (2816, 8192), (2880, 7680)],
+    "gate_up": [(24576, 4096), (19456, 2560), (28672, 4096), (3072, 576), (4224, 2816), (11264, 2816),
+                (12288, 2048), (15360, 2880)],
+    "head": [(151936, 4096), (128256, 4096), (151936, 2560), (49152, 576), (201088, 2880), (262144, 2816)],
+    "fuse": [(4096, 20480), (2560, 12800), (576, 2304), (2816, 16896), (2880, 14400)],
+    "inject": [(10240, 4096), (10240, 2560), (1536, 576), (8192, 2048), (8192, 2880), (10240, 2816)],
 }  # fmt: skip
 
 
@@ -299,12 +318,13 @@ def test_every_measured_product_has_its_kernel():
 @needs_nvrtc
 @pytest.mark.parametrize("name", MEASURED)
 def test_measured_cuts_keep_to_registers(name):
+    """With the most token rows that fit, which take most registers; with all numbers of them by
+    MINIDFLASH_FULL=1."""
     for outputs, cols in MEASURED[name]:
         cut = split.choose(outputs, cols, 132, whole=name == "head")
-        for token_tiles in split.TOKEN_TILES:
-            if not cut.fits(cols, token_tiles, is_normed=name in NORMED):
-                assert token_tiles > 2, "a block of 16 is one pass"
-                continue
+        fit = [tiles for tiles in split.TOKEN_TILES if cut.fits(cols, tiles, is_normed=name in NORMED)]
+        assert max(fit) >= 2, "a block of 16 is one pass"
+        for token_tiles in fit if FULL else fit[-1:]:
             defines = {key: str(value) for key, value in fast.defines_of(cut, token_tiles).items()}
             _, log = compiler.compile_cubin(f"{name}_fast.cu", "sm_90a", defines)
             used = compiler.resources(log)[f"{name}_fast"]

@@ -18,8 +18,8 @@ from minidflash.kernels.table import CLAMPED, GELU_TANH, SILU
 
 from tests.cases import Make, grouped, run, stored
 from tests.compare import assert_same_bits, real
-from tests.conftest import FULL, parameters
-from tests.disassembly import assert_instructions, disassemble_all
+from tests.conftest import parameters
+from tests.disassembly import assert_instructions, cards, disassemble_all
 from tests.fast_rows import C, fast_check, fast_run, on_gpu_backends
 from tests.kernels import test_experts_down, test_experts_up
 from tests.kernels.test_compile import needs_nvrtc
@@ -251,13 +251,7 @@ TRUE = {  # K, type, experts and activation of models.md 3 to 5
 }
 
 
-SM90, *SM100 = compiler.ARCHES.values()
-# (model, card): SM90, and one of two cards with the same instructions; test_compile has every .cu on all.
-CARDS = [
-    (model, arch)
-    for i, model in enumerate(TRUE)
-    for arch in ([SM90, *SM100] if FULL else [SM90, SM100[i % len(SM100)]])
-]
+CARDS = [(model, arch) for i, model in enumerate(TRUE) for arch in cards(i)]
 
 
 @needs_nvrtc

@@ -201,9 +201,12 @@ def test_head_is_the_argmax_of_head_logits(ops, rng, T, D, V):
     logits = fast_check(ops, "head_logits", case, terms, C_NORMED)["logits"]
     picked = case | {
         "pick": np.arange(T, dtype=np.int32)[::-1].copy(), "limit": V,
-        "ids": np.full(T, JUNK["i32"], np.int32)
+        "ids": np.full(T, JUNK["i32"], np.int32), "margin": np.zeros(T, np.float32),
     }  # fmt: skip
-    assert fast_run(ops, "head", picked)["ids"].tolist() == logits.argmax(1).tolist()
+    got, top = fast_run(ops, "head", picked), np.sort(logits, axis=1)
+    assert got["ids"].tolist() == logits.argmax(1).tolist()
+    assert got["margin"].tolist() == (top[:, -1] - top[:, -2] if V > 1 else np.full(T, np.inf)).tolist()
+    assert fast_run(ops, "head", picked | {"margin": None})["ids"].tolist() == got["ids"].tolist()
 
 
 @on_gpu_backends

@@ -14,7 +14,7 @@ def make(ops, rng, T, D, V, weights="bf16", pick=None, limit=None):
     pick = np.arange(T, dtype=np.int32) if pick is None else np.array(pick, np.int32)
     return {
         "x": make.a(T, D), "pick": pick, "norm": make.v(D, around=1), "eps": EPS, "w": make.w(V, D),
-        "limit": limit or V, "ids": np.full(T, JUNK["i32"], np.int32),
+        "limit": limit or V, "ids": np.full(T, JUNK["i32"], np.int32), "margin": np.full(T, 7, np.float32),
     }  # fmt: skip
 
 
@@ -37,6 +37,43 @@ def test_matches_oracle(ops, rng, T, D, V, weights):
     assert V == 1 or (top[:, 0] - top[:, 1] > 10 * slack).all(), "near-ties: choose other data"
     got = run(ops, "head", case)["ids"]
     assert got.tolist() == truth("head", case)["ids"].tolist() == logits(case).argmax(1).tolist()
+
+
+def margins_of(logits):
+    """How far the largest logit of each row lies above the second one, as the row says it."""
+    if logits.shape[1] == 1:
+        return np.full(len(logits), np.inf)
+    top = np.sort(logits, axis=1)
+    return np.where(np.isfinite(logits).all(1), top[:, -1] - top[:, -2], np.inf)
+
+
+@pytest.mark.parametrize("T, D, V, limit", [(16, 576, 384, 384), (17, 80, 509, 400), (3, 37, 9, 1)])
+def test_margins_are_the_oracles_and_change_no_id(ops, rng, T, D, V, limit):
+    case = make(ops, rng, T, D, V, limit=limit)
+    got, want = run(ops, "head", case), truth("head", case)
+    slack = 32 * EPS32 * dot_terms(normed(case["x"], case["norm"], EPS), case["w"]).max()
+    np.testing.assert_allclose(got["margin"], want["margin"], rtol=0, atol=slack)
+    np.testing.assert_allclose(want["margin"], margins_of(logits(case)[:, :limit]), rtol=0, atol=slack)
+    assert (got["margin"] > 0).all() and (np.isfinite(got["margin"]) == (limit > 1)).all()
+    assert got["ids"].tolist() == run(ops, "head", case | {"margin": None})["ids"].tolist()
+
+
+@pytest.mark.parametrize("at", [0, 30, 60])
+def test_a_margin_is_the_distance_to_the_second_wherever_both_are(ops, at):
+    """Of exact logits: 3 in one place, 1.25 in any other, and twice the largest."""
+    for second in {1, 16, 60} - {at}:
+        values = np.full(61, -2.0)
+        values[at], values[second] = 3.0, 1.25
+        case = {
+            "x": stored(np.ones((2, 1)), ops.activations), "pick": np.array([1], np.int32), "eps": 0.0,
+            "norm": np.ones(1, np.float32), "w": Matrix(stored(values.reshape(-1, 1), "bf16")), "limit": 61,
+            "ids": np.full(2, JUNK["i32"], np.int32), "margin": np.full(2, 7, np.float32),
+        }  # fmt: skip
+        got = run(ops, "head", case)
+        assert (got["ids"][1], got["margin"].tolist()) == (at, [7.0, 1.75]), "a row that is not picked stays"
+        values[second] = 3.0
+        got = run(ops, "head", case | {"w": Matrix(stored(values.reshape(-1, 1), "bf16"))})
+        assert (got["ids"][1], got["margin"][1]) == (min(at, second), 0.0)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +122,9 @@ def test_a_logit_that_is_not_finite_gives_no_id(ops, rng, bad, value):
     case = make(ops, rng, 3, 40, 61)
     wanted = logits(case).argmax(1).tolist()
     case["x"][1] = stored(value, ops.activations)  # of one row
-    assert run(ops, "head", case)["ids"].tolist() == [wanted[0], -1, wanted[2]]
+    got = run(ops, "head", case)
+    assert got["ids"].tolist() == [wanted[0], -1, wanted[2]]
+    assert np.isinf(got["margin"]).tolist() == [False, True, False]
     case = make(ops, rng, 3, 40, 61, limit=60)
     case["w"].array[bad] = stored(value, "bf16")  # of one id
     wanted = [-1] * 3 if bad < 60 else logits(case)[:, :60].argmax(1).tolist()

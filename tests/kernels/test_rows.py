@@ -115,6 +115,7 @@ FORMS = {
     "qkv shared": without_values,
     "qkv bare": {"norm": None}, "gate_up bare": {"norm": None}, "gate_up gelu": {"act": GELU_TANH},
     "linear_add normed": {"norm": np.linspace(0.5, 1.5, 77, dtype=np.float32), "scale": np.float32([0.6])},
+    "head ranked": {"margin": np.zeros(MOST, np.float32)},
     "sample capped": {"multiplier": 0.7, "cap": 1.5}, "head_logits capped": {"multiplier": 0.7, "cap": 1.5},
 }  # fmt: skip
 PROMPT_FORMS = [form for form in FORMS if form.split()[1] in ("shared", "bare", "gelu")]  # in a prompt
