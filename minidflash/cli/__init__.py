@@ -161,12 +161,15 @@ def _info(parser):
 def _bench(parser):
     what = add_pair(parser)
     what.add_argument("--prompts", metavar="FILE",
-                      help="JSON lines with kind and prompt (or tokens); default: "
+                      help="JSON lines with kind and prompt (or tokens), or rows of GSM8K, HumanEval, "
+                      "MT-Bench (each turn is a prompt) or MATH-500; default: "
                       "the checkout's bench/prompts.jsonl, else four built in")  # fmt: skip
     how = add_how(parser, max_tokens=64)
     how.add_argument("-r", "--repeat", metavar="N", type=whole(1), default=3,
                      help="runs of every prompt (default %(default)s)")  # fmt: skip
-    parser.add_argument("-o", "--output", choices=("md", "json"), default="md", help="form (default md)")
+    parser.add_argument(
+        "-o", "--output", choices=("md", "json", "csv"), default="md", help="form (default md)"
+    )
     add_machine(parser)
     parser.set_defaults(run=_lazy("bench", "bench"))
 
