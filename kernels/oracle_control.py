@@ -40,7 +40,8 @@ def accept(drafts, choice, stop, start, anchor, fresh, left, done, record, kept)
 
     choice[n*v + i]: the target's token after row i. The longest prefix with drafts[i+1] == choice[i] is kept,
     then the target's own token; the sum is cut at the budget, after the first stop id and before the first
-    choice of -1 (a logit is not finite). record: as in record.py. kept: rows of the pass that are committed.
+    choice of -1 (a logit is not finite). stop: a slot's stop ids, -1 is none. record: as in record.py.
+    kept: rows of the pass that are committed.
     """
     width = len(choice) // len(start)
     for n in range(len(start)):
@@ -62,7 +63,7 @@ def accept(drafts, choice, stop, start, anchor, fresh, left, done, record, kept)
                 break
             tokens[emitted] = token
             emitted += 1
-            if token in stop:
+            if token in stop[n]:
                 done[n] = STOPPED
         start[n] += emitted
         fresh[n] += emitted

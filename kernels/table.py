@@ -67,7 +67,7 @@ TABLE = {
     "stage": "anchor:i32[N] start:i32[N] fresh:i32[N] done:i32[N] fill:i32[N,B] -> "
     "ids:i32[T] slot:i32[T] pos:i32[T] at:i32[T] begin:i32[T] end:i32[T] row:i32[T]",
     "stage_context": "start:i32[N] &fresh:i32[N] -> slot:i32[T] pos:i32[T]",
-    "accept": "drafts:i32[N,B] choice:i32[T] stop:i32[X] &start:i32[N] &anchor:i32[N] &fresh:i32[N] "
+    "accept": "drafts:i32[N,B] choice:i32[T] stop:i32[N,X] &start:i32[N] &anchor:i32[N] &fresh:i32[N] "
     "&left:i32[N] &done:i32[N] -> record:i32[N,2*B+3] kept:i32[N]",
 }
 

@@ -11,7 +11,8 @@ if not (_here / "kernels").is_dir() and (_here.parent / "kernels" / "table.py").
 
 _PUBLIC = {
     "load": "engine", "Engine": "engine", "generate": "run", "stream": "run", "Result": "stats",
-    "Round": "stats", "Chat": "conversation", "Stats": "stats", "UserError": "errors", "ops": "kernels",
+    "Round": "stats", "Chat": "conversation", "Stats": "stats", "Batch": "batch", "UserError": "errors",
+    "ops": "kernels",
 }  # fmt: skip
 __all__ = list(_PUBLIC)
 

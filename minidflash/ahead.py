@@ -122,7 +122,8 @@ class Ahead:
         if self._touched:
             read["touched"] = self._touched[0]
         s.prefix.write(keys)
-        recorded = program(engine, s, request, width, is_injecting, keys, self._turn())
+        how = request.drafts, width, is_injecting, request.choice
+        recorded = program(engine, s, how, keys, self._turn())
         result = engine.ops.start(recorded, *read.values())
         self._started.append(UnderWay(width, is_injecting, result, tuple(read), recorded.clock))
         self._begun, self._planned = self._begun + 1, None
@@ -140,19 +141,21 @@ class Ahead:
         return self._begun % (self._most + 1) if self.request.trace else None
 
 
-def program(engine, s, request, width, is_injecting, keys, turn=None):
+def program(engine, s, how, keys, turn=None):
     """The recorded round of this kind; recorded once, replayed from then on: seed and law lie on the device.
 
-    keys: that its rows see at most. turn: of a traced run, which of the programs with a clock.
+    how: arguments of one_round. keys: that its rows see at most. turn: of a traced run, which of the programs
+    with a clock.
     """
     from .loop import one_round
 
-    how, bucket = (request.drafts, width, is_injecting, request.choice), engine.ops.bucket(keys)
-    if (how, bucket, turn) not in engine.programs:
-        engine.programs[how, bucket, turn] = engine.ops.program(
+    bucket = engine.ops.bucket(keys)
+    kind = how, s.slots, bucket, turn
+    if kind not in engine.programs:
+        engine.programs[kind] = engine.ops.program(
             lambda: one_round(engine, s, *how), bucket, turn is not None
         )
-    return engine.programs[how, bucket, turn]
+    return engine.programs[kind]
 
 
 def prepare(engine, s, request):
@@ -184,8 +187,8 @@ def prepare(engine, s, request):
         for buffer, value in ((s.start, 0), (s.fresh, 0), (s.left, 2 * s.block), (s.done, 0), (s.anchor, 0)):
             engine.ops.upload(buffer, np.array([value], np.int32))
         keys = len(request.ids) + request.max_tokens + s.block
-        untraced = replace(request, trace=False)
-        return engine.ops.start(program(engine, s, untraced, width, width > 1, keys), s.record)()[0]
+        how = request.drafts, width, width > 1, replace(request, trace=False).choice
+        return engine.ops.start(program(engine, s, how, keys), s.record)()[0]
 
     if is_new:
         request.sampling.place(engine.ops, s, 0)
@@ -202,5 +205,5 @@ def record_traced(engine, s, request):
     widths = engine.schedule.seconds if request.verify == "auto" else [request.verify]
     for turn in range(engine.ops.rounds_ahead + 1):
         for width in widths:
-            is_injecting = request.drafts and width > 1
-            program(engine, s, request, width, is_injecting, len(request.ids) + s.block, turn)
+            how = request.drafts, width, request.drafts and width > 1, request.choice
+            program(engine, s, how, len(request.ids) + s.block, turn)

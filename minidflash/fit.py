@@ -10,7 +10,7 @@ from .config import WIDEST
 from .errors import UserError
 from .rope import table_bytes
 from .state import make_state
-from .values import told
+from .values import told, whole
 
 FILLED = 0.95  # of a GPU's free memory: the rest is for kernels, the driver and what does not fit exactly
 KEPT_FREE = 0.9  # of all free memory, where nobody said how long the context is
@@ -69,17 +69,42 @@ def make_plan(ops, pair, ctx=None, chunk=None, block=None):
     return Plan(ctx, limit, min(chunk, ctx), memory(ctx))
 
 
-def needed(ops, target, drafter, ctx, block=None, chunk=256, weights=0):
+def needed(ops, target, drafter, ctx, block=None, chunk=256, weights=0, slots=1):
     """Bytes of what a run on `ops` holds, as Plan.memory.
 
     target, drafter: configs (drafter None: plain decoding). ctx: positions. block: default what the drafter
-    was trained on. weights: their bytes. Errors: none.
+    was trained on. weights: their bytes. slots: texts at a time, each of ctx positions. Errors: none.
     """
     tables = table_bytes(positions_of(target, drafter, ctx))
     block = 1 if drafter is None else block or drafter.block
     drafter = None if block == 1 else drafter
-    held = make_state(Counting(ops), target, drafter, target.stop_ids, 1, ctx, block, chunk).memory
+    held = make_state(Counting(ops), target, drafter, len(target.stop_ids), slots, ctx, block, chunk).memory
     return {"weights": weights, "rope_tables": tables} | held
+
+
+def batch_context(engine, slots, ctx, block):
+    """Positions of each slot of a batch.
+
+    slots: texts at a time. ctx: asked for, None: what memory holds, at most the engine's. block: B, 1: plain.
+    Errors: UserError for more than the engine has, or than a GPU's memory holds.
+    """
+    ops, configs = engine.ops, (engine.target.config, engine.drafter and engine.drafter.config)
+
+    def total(positions):
+        chunk = min(engine.chunk, positions)
+        held = needed(ops, *configs, positions, block, chunk, slots=slots)
+        return sum(held.values()) - held["rope_tables"]  # they are there
+
+    if ctx is None:
+        ctx = min(engine.ctx, fitting_context(ops, engine.ctx, total))
+    ctx = whole("ctx", ctx, 1, engine.ctx)
+    free = FILLED * ops.backend.free_memory() if hasattr(ops.backend, "free_memory") else None
+    if free is not None and total(ctx) > free:
+        need = f"{slots} slots of {ctx} positions need {total(ctx) / 1e9:.1f} GB"
+        raise UserError(
+            f"{need}, the GPU has {free / 1e9:.1f} GB for them", "fewer slots, or a lower ctx", code=3
+        )
+    return ctx
 
 
 def positions_of(target, drafter, ctx):

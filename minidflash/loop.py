@@ -2,6 +2,7 @@
 
 import os
 import time
+from dataclasses import replace
 
 import numpy as np
 
@@ -41,40 +42,58 @@ def one_round(engine, s, drafts, width, is_injecting, choice="likeliest"):
     ops.mark(None)
 
 
-def accept(ops, s, width):
+def accept(ops, s, width, slots=slice(None)):
     """Keep the drafts that the target's choices of `width` rows confirm,
-    and go on from its token behind them."""
-    state = s.start, s.anchor, s.fresh, s.left, s.done
-    ops.accept(s.drafts, s.choice[: s.slots * width], s.stop, *state, s.record, s.kept)
+    and go on from its token behind them. slots: whose rows these are, side by side."""
+    drafts, stop, *state, record, kept = (
+        array[slots]
+        for array in (s.drafts, s.stop, s.start, s.anchor, s.fresh, s.left, s.done, s.record, s.kept)
+    )
+    ops.accept(drafts, s.choice[: len(kept) * width], stop, *state, record, kept)
 
 
-def prefill(engine, s, request):
-    """Run the prompt in chunks, inject every chunk's features, choose the first token of every sample.
+def prefill(engine, s, request, slot=0):
+    """Run the prompt and choose the first token of every sample: all steps of `prompt_steps` at once.
 
-    A chunk may begin anywhere; of a request that resumes the first one begins behind what the caches hold.
     Returns a list of (token, its logprobs as in Round, its margin as in Detail) for `begin`.
+    """
+    steps = prompt_steps(engine, s, request, slot)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
+
+
+def prompt_steps(engine, s, request, slot=0):
+    """Run the prompt into a slot in chunks, inject every chunk's features, choose the first tokens behind the
+    last one: a generator of a chunk a step, that returns what `prefill` does.
+
+    Rounds of other slots may run between the steps. A chunk may begin anywhere; of a request that resumes the
+    first one begins behind what the caches hold.
     """
     ops, ids, total = engine.ops.for_prefill, request.ids, len(request.ids)
     taps = engine.drafter.config.taps if request.drafts else ()
     request.rows_reused, request.rows_run = s.prefix.begin(engine, s, request), 0
-    reset(ops, s, 0)
     for first in range(request.rows_reused, total, s.chunk):
         count = min(s.chunk, total - first)
         s.prefix.write(first + count)
         rows, where = s.rows.first(count), np.arange(first, first + count, dtype=np.int32)
-        values = ids[first : first + count], np.zeros(count), where, where, where, where + 1, where - first
+        own = np.full(count, slot)
+        values = ids[first : first + count], own, where, where, where, where + 1, where - first
         for buffer, value in zip(rows.staged, values, strict=True):
             ops.upload(buffer, np.asarray(value, np.int32))
-        target.forward(ops, engine.target, s, rows, taps)
+        target.forward(ops, engine.target, replace(s, taps=s.prompt_taps), rows, taps)
         if taps:
-            drafter.inject(ops, engine.drafter, s, s.taps[:count], rows.slot, rows.pos)
+            drafter.inject(ops, engine.drafter, s, s.prompt_taps[:count], rows.slot, rows.pos)
         s.prefix.add(ids[first : first + count], 0 if taps else None)
         request.rows_run += count
-    for buffer, value in ((s.start, total - 1), (s.left, request.max_tokens)):
-        ops.upload(buffer, np.array([value], np.int32))
+        if first + count < total:
+            yield
+    settle(ops, s, slot, total - 1, request.max_tokens, () if request.ignore_eos else engine.stop_ids)
     last, pick, law, firsts = s.rows.first(count), device_ids(ops, [count - 1]), request.sampling, []
     for number in range(law.samples):
-        law.place(ops, s, number)
+        law.place(ops, s, number, slot)
         target.choose(ops, engine.target, s, last, pick, s.choice[:count], request.choice)
         newest = slice(count - 1, count)
         logprobs = ops.download(s.logprob[newest]).tolist() if law.logprobs else None
@@ -83,16 +102,26 @@ def prefill(engine, s, request):
     return firsts
 
 
-def begin(engine, s, request, number, first):
+def settle(ops, s, slot, start, left, stop_ids):
+    """A slot begins anew at a position, with a budget and stop ids; until here a round passed it over."""
+    reset(ops, s, slot)
+    stops = np.full((1, s.stop.shape[1]), -1, np.int32)
+    stops[0, : len(stop_ids)] = sorted(stop_ids)
+    ops.upload(s.stop[slot : slot + 1], stops)
+    for buffer, value in ((s.start, start), (s.left, left)):
+        ops.upload(buffer[slot : slot + 1], np.array([value], np.int32))
+
+
+def begin(engine, s, request, number, first, slot=0):
     """Start sample `number` behind the prompt: commit its first token.
     Rows of an earlier sample are overwritten."""
     ops = engine.ops
-    request.sampling.place(ops, s, number)
+    request.sampling.place(ops, s, number, slot)
     s.prefix.cut(len(request.ids))
     s.prefix.anchor = first[0]
     ops.upload(s.choice[:1], np.array([first[0]], np.int32))
-    accept(ops, s, 1)
-    ops.upload(s.fresh, np.zeros(1, np.int32))  # the prompt's features are all injected
+    accept(ops, s, 1, slice(slot, slot + 1))
+    ops.upload(s.fresh[slot : slot + 1], np.zeros(1, np.int32))  # the prompt's features are all injected
 
 
 def rounds_of(engine, request, timing):

@@ -56,22 +56,24 @@ class Request:
         return "ranked" if self.trace and self.sampling.choice == "likeliest" else self.sampling.choice
 
     @classmethod
-    def of(cls, engine, prompt, given, resumes=False):
-        """Check keywords and prompt. resumes: as in the class.
+    def of(cls, engine, prompt, given, resumes=False, batch=None):
+        """Check keywords and prompt. resumes: as in the class. batch: the Batch that it is for, which may be
+        what keeps the engine busy.
 
         Errors: TypeError for an unknown keyword; UserError for a bad value, for a prompt that is none or does
         not fit, and while the engine generates.
         """
         begun = time.perf_counter()
         o, law = checked(engine, given)
-        refuse_busy(engine)
+        if batch is None:
+            refuse_busy(engine)
         drafts = engine.drafter is not None and o["drafter"]
         block = (o["block"] or engine.drafter.config.block) if drafts else 1
         verify = o["verify"] if o["verify"] == "auto" else min(o["verify"], block)
         if block == 1:
             drafts, verify = False, 1
         ids = prompt_ids(engine, prompt, o)
-        check_room(engine, len(ids), o["max_tokens"], drafts, resumes)
+        check_room(engine, len(ids), o["max_tokens"], drafts, resumes, batch)
         told_back = {name: o[name] for name in _meant(given)}
         return cls(
             ids, o["max_tokens"], o["stop"], o["ignore_eos"], o["raw"], block, verify, drafts, law, told_back,
@@ -122,20 +124,21 @@ def _plain(engine, options):
     return o
 
 
-def check_room(engine, count, max_tokens, drafts, resumes=False):
+def check_room(engine, count, max_tokens, drafts, resumes=False, batch=None):
     """Refuse a run that needs more positions than there are. resumes: it is a turn of a conversation.
-    Errors: UserError with the numbers and what helps."""
+    batch: it is for a slot of one. Errors: UserError with the numbers and what helps."""
     need, longest = count + max_tokens, engine.target.config.max_positions
+    ctx, longer = (engine.ctx, "raise --ctx") if batch is None else (batch.ctx, "raise the ctx of the Batch")
     words = f"{count} prompt tokens and {told(max_tokens)} new ones need {told(need)} positions"
-    if need > engine.ctx:
-        ways = ["raise --ctx"] if engine.ctx < longest else []
-        if count < engine.ctx:
+    if need > ctx:
+        ways = [longer] if ctx < longest else []
+        if count < ctx:
             ways.append("lower --max-tokens")
         if resumes:
             ways.append("begin the conversation anew: /reset, or reset() of the Chat")
-        elif count >= engine.ctx:
+        elif count >= ctx:
             ways.append("shorten the prompt")
-        raise UserError(f"{words}, {engine.ctx} are there", " or ".join(ways))
+        raise UserError(f"{words}, {ctx} are there", " or ".join(ways))
     drafted = drafts and engine.drafter.config.max_positions  # 0: not stated
     if drafted and need > drafted:
         raise UserError(
@@ -232,7 +235,25 @@ def refuse_busy(engine):
 
 
 def reserve(engine, request):
-    """The engine's State for this request, made anew only when its shape changes.
+    """The engine's State for this request alone. Errors: as `hold`."""
+    rejects = request.drafts and request.sampling.rejects
+    return hold(engine, Shape(1, engine.ctx, request.block, request.drafts, rejects))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What an engine's State is made for: texts at a time, positions of each, rows of a block, whether the
+    drafter takes part, and whether its drafts are drawn."""
+
+    slots: int
+    ctx: int
+    block: int
+    drafts: bool
+    rejects: bool = False
+
+
+def hold(engine, shape):
+    """The engine's State of a shape, made anew only when that changes; the engine is busy until `release`.
 
     Errors: UserError when busy, and in a forked process where the backend does not work there.
     """
@@ -240,29 +261,20 @@ def reserve(engine, request):
     engine.ops.refuse_fork()
     engine.is_busy, engine.is_interrupted = True, False
     try:
-        stop_ids = frozenset() if request.ignore_eos else engine.stop_ids
-        rejects = request.drafts and request.sampling.rejects
-        shape = 1, request.block, stop_ids, request.drafts, rejects
+        stops, held = len(engine.stop_ids), engine.state_shape
         # A plain run fits into the buffers of a drafted one; they are not given up for it.
-        fits = engine.state_shape == shape or (
-            not request.drafts and (engine.state_shape or shape)[2] == stop_ids
+        fits = held == shape or (
+            held and not shape.drafts and (held.slots, held.ctx) == (shape.slots, shape.ctx)
         )
-        if engine.state is None or not fits:
+        if engine.state is None or not fits or stops > engine.state.stop.shape[1]:
             engine.state, engine.programs = None, {}
-            drafter = engine.drafter.config if request.drafts else None
+            drafter = engine.drafter.config if shape.drafts else None
             engine.state = make_state(
-                engine.ops,
-                engine.target.config,
-                drafter,
-                stop_ids,
-                1,
-                engine.ctx,
-                request.block,
-                engine.chunk,
-                rejects,
-            )
+                engine.ops, engine.target.config, drafter, stops, shape.slots, shape.ctx, shape.block,
+                min(engine.chunk, shape.ctx), shape.rejects,
+            )  # fmt: skip
             engine.state_shape = shape
-            engine.schedule = Schedule(request.block)
+            engine.schedule = Schedule(shape.block)
         return engine.state
     except BaseException:
         engine.is_busy = False

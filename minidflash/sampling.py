@@ -80,10 +80,10 @@ class Sampling:
             return "scored"
         return "drawn" if self.temperature >= GREEDY_BELOW else "likeliest"
 
-    def place(self, ops, s, number):
-        """Write key and law of sample `number` to the state, for every slot."""
+    def place(self, ops, s, number, slot=0):
+        """Write key and law of sample `number` to a slot of the state."""
         words = np.array([self.seed & 0xFFFFFFFF, self.seed >> 32, number, self.top_k], np.uint32)
         law = np.array([min(self.temperature, LARGEST), self.top_p, self.min_p], np.float32)
         law[1] = max(law[1], np.finfo(np.float32).tiny)  # the likeliest token stays
-        ops.upload(s.key, np.tile(words.view(np.int32), (s.slots, 1)))
-        ops.upload(s.law, np.tile(law, (s.slots, 1)))
+        ops.upload(s.key[slot : slot + 1], words.view(np.int32)[None])
+        ops.upload(s.law[slot : slot + 1], law[None])

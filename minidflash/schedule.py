@@ -12,6 +12,7 @@ PRIOR, WEIGHT = (
     1.0,
 )  # acceptance of a position before anything is known, and how many rounds that counts for
 LEARN = 0.2  # weight of a new time
+STAY = 1.05  # how much faster another width must be for all lanes to take it
 
 
 def widths(block):
@@ -81,3 +82,37 @@ class Schedule:
                 break
             self.kept[i] = DECAY * self.kept[i] + (i <= accepted)
             self.seen[i] = DECAY * self.seen[i] + 1.0
+
+
+class SharedWidth:
+    """One v a round for all lanes: the most tokens a second, from what rounds of so many lanes took.
+
+    seconds: {(lanes, v): time of a round}; a pair that was never timed is tried first, since its rounds
+    commit tokens too. No text depends on it.
+    """
+
+    def __init__(self, block):
+        self.widths, self.seconds = widths(block), {}
+        self._recorded, self._last = set(), 1
+
+    def choose(self, lanes, schedules):
+        """v of the next round. schedules: of the texts that decode, for what they expect to commit."""
+        untimed = [width for width in self.widths if (lanes, width) not in self.seconds]
+        if untimed:
+            return untimed[0]
+
+        def rate(width):
+            return sum(one.expected(width) for one in schedules) / self.seconds[lanes, width]
+
+        best = max(self.widths, key=rate)
+        if rate(best) > STAY * rate(self._last):
+            self._last = best
+        return self._last
+
+    def learn(self, lanes, width, seconds):
+        """Take in what a round took; not the first of its kind, which is recorded then."""
+        kind = lanes, width
+        if kind in self._recorded:
+            known = self.seconds.setdefault(kind, seconds)
+            self.seconds[kind] = known + LEARN * (min(seconds, 2 * known) - known)
+        self._recorded.add(kind)

@@ -2,7 +2,7 @@
 Allocation only."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -170,6 +170,7 @@ class State:
     context_slot: Any
     context_pos: Any
     taps: Any
+    prompt_taps: Any
     features: Any
     caches: list
     drafter_caches: list
@@ -178,13 +179,29 @@ class State:
     memory: dict
     prefix: Prefix
 
+    def first(self, lanes):
+        """The same buffers, cut to the slots below `lanes` (views): what a round of so many runs on."""
+        wide = lanes * self.block
+        by_slot = "start", "anchor", "fresh", "left", "done", "kept", "stop", "masks", "drafts", "record"
+        by_slot += "key", "law", "mass", "narrow"
+        parts = {name: getattr(self, name) for name in by_slot}
+        parts = {name: None if one is None else one[:lanes] for name, one in parts.items()}
+        return replace(
+            self, slots=lanes, **parts, draft_rows=self.draft_rows and self.draft_rows.first(wide),
+            context_slot=self.context_slot[:wide], context_pos=self.context_pos[:wide],
+            caches=[Cache(one.k[:lanes], one.v[:lanes]) for one in self.caches],
+            drafter_caches=[Cache(one.k[:lanes], one.v[:lanes]) for one in self.drafter_caches],
+        )  # fmt: skip
 
-def make_state(ops, target, drafter, stop_ids, slots, ctx, block, chunk, rejects=False):
+
+def make_state(ops, target, drafter, stops, slots, ctx, block, chunk, rejects=False):
     """Allocate a State.
 
-    target, drafter: configs (drafter None: plain decoding, block 1). ctx: positions a slot may use, fewer
+    target, drafter: configs (drafter None: plain decoding, block 1). stops: stop ids of a slot at most.
+    ctx: positions a slot may use, fewer
     where the drafter was made for fewer; the caches hold block rows more, since the last block may overshoot.
-    chunk: rows of one prefill pass. rejects: drafts are drawn, so their laws are kept. Errors: MemoryError.
+    chunk: rows of one prompt pass, whose taps have a buffer of their own: features of other slots may wait.
+    rejects: drafts are drawn, so their laws are kept. Errors: MemoryError.
     """
     wide = slots * block
     count = max(chunk, wide)
@@ -196,16 +213,16 @@ def make_state(ops, target, drafter, stop_ids, slots, ctx, block, chunk, rejects
         for one in target.layers
     ]
     i32 = {name: ops.array((slots,), "i32") for name in ("anchor", "start", "fresh", "left", "done", "kept")}
-    stop = ops.array((max(1, len(stop_ids)),), "i32")
-    ops.upload(stop, np.array(sorted(stop_ids) or [-1], np.int32))
+    stop = ops.array((slots, max(1, stops)), "i32")
+    ops.upload(stop, np.full(stop.shape, -1, np.int32))
     masks, drafts = ops.array((slots, block), "i32"), ops.array((slots, block), "i32")
-    draft_rows = taps = features = injected = None
+    draft_rows = taps = prompt_taps = features = injected = None
     needs = _work_needs(target, count, wide)
     if drafter is not None:
         ops.upload(masks, np.full((slots, block), drafter.mask_id, np.int32))
         draft_rows = make_rows(ops, drafter, wide)
         columns = len(drafter.taps) * target.width
-        taps = ops.array((count, columns), "A")
+        taps, prompt_taps = ops.array((wide, columns), "A"), ops.array((chunk, columns), "A")
         features = ops.array((count, drafter.width), "A")
         # One array for all layers, so one S: a ring where all of them slide.
         own = drafter.context(ctx) + block
@@ -226,7 +243,7 @@ def make_state(ops, target, drafter, stop_ids, slots, ctx, block, chunk, rejects
     memory = {
         "target_cache": sum(cache.k.nbytes + cache.v.nbytes for cache in caches),
         "drafter_cache": injected.k.nbytes + injected.v.nbytes if injected else 0,
-        "workspace": work.nbytes + _bytes(rows, draft_rows, taps, features, mass, narrow),
+        "workspace": work.nbytes + _bytes(rows, draft_rows, taps, prompt_taps, features, mass, narrow),
     }
     return State(
         slots, ctx, block, chunk, **i32, carried=tuple(i32.values()), stop=stop, masks=masks, drafts=drafts,
@@ -235,8 +252,8 @@ def make_state(ops, target, drafter, stop_ids, slots, ctx, block, chunk, rejects
         logprob=ops.array((count, 2), "f32"), margin=ops.array((count,), "f32"), mass=mass,
         narrow=narrow, rows=rows, draft_rows=draft_rows,
         context_slot=ops.array((wide,), "i32"), context_pos=ops.array((wide,), "i32"), taps=taps,
-        features=features, caches=caches, injected=injected, work=work, memory=memory,
-        prefix=Prefix(),
+        prompt_taps=prompt_taps, features=features, caches=caches, injected=injected, work=work,
+        memory=memory, prefix=Prefix(),
         drafter_caches=[Cache(k, v) for k, v in zip(injected.k, injected.v, strict=True)] if injected else [],
     )  # fmt: skip
 

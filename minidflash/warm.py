@@ -34,7 +34,8 @@ def warm_up(engine, progress=None):
         begin(engine, s, request, 0, first)
         for done, width in enumerate(widths):
             show(label, 1 + done, total)
-            program(engine, s, request, width, width > 1, 1 + s.block).launch()
+            how = request.drafts, width, width > 1, request.sampling.choice
+            program(engine, s, how, 1 + s.block).launch()
         engine.ops.download(s.record)
         show(label, total, total)
     finally:

@@ -41,7 +41,7 @@ def engine_of(target, drafter, backend, activations, **options):
 def state_of(engine, count, slots=1):
     """A State for passes of up to `count` target rows whose taps are all layers, side by side."""
     config, ops = engine.target.config, engine.ops
-    s = make_state(ops, config, None, frozenset(), slots, min(engine.ctx, 512), 1, count)
+    s = make_state(ops, config, None, 0, slots, min(engine.ctx, 512), 1, count)
     s.taps = ops.array((count, len(config.layers) * config.width), "A")
     return s
 

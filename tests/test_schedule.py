@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from minidflash.schedule import CREDIT, PROBE, Schedule, widths
+from minidflash.schedule import CREDIT, PROBE, Schedule, SharedWidth, widths
 from tests.models import numbers
 
 AUTO = SimpleNamespace(verify="auto")
@@ -38,6 +38,24 @@ def fresh(costs):
     schedule.seconds = dict(costs)
     COSTS[id(schedule)] = costs
     return schedule
+
+
+@pytest.mark.parametrize("rate, lanes, best", [(0.95, 1, 16), (0.6, 8, 4), (0.0, 8, 1)])
+def test_a_shared_width_pays_for_all_lanes(rate, lanes, best):
+    """A row costs nothing with one lane, and much with eight."""
+    shared, schedules = SharedWidth(16), [Schedule(16) for _ in range(lanes)]
+    for number in range(400):
+        width = shared.choose(lanes, schedules)
+        for lane, one in enumerate(schedules):
+            accepted = int(
+                np.argmin(np.append(np.random.default_rng([number, lane]).random(width - 1) < rate, 0))
+            )
+            one.learn(width, accepted, accepted + 1, 0.0)
+        shared.learn(lanes, width, 1.0 + 0.02 * width * lanes**1.5 / 4)
+        if number == 7:
+            assert set(shared.seconds) == {(lanes, width) for width in (1, 4, 8, 16)}, "each is tried at once"
+            shared.seconds |= {(one, width): 1.0 for one in (1, 8) for width in (1, 4, 8, 16) if one != lanes}
+    assert width == best
 
 
 @pytest.mark.parametrize("costs", [CPU, GPU])

@@ -60,7 +60,7 @@ class Layer:
     def run(self, caches=None, first=0, count=ROWS):
         """x after the layer, and the caches, as the backend stores them, of `count` rows from `first` on."""
         ops, config = self.ops, self.config
-        s = make_state(ops, config, None, frozenset(), 1, CONTEXT + ROWS - 1, 1, count)
+        s = make_state(ops, config, None, 0, 1, CONTEXT + ROWS - 1, 1, count)
         place(ops, s.rows, range(count), CONTEXT + first)
         values = [self.x[first : first + count], *(caches or self.caches)]
         buffers = [s.rows.x, s.caches[0].k, s.caches[0].v]

@@ -74,7 +74,7 @@ def test_true_shapes_run_no_plain_kernel(name, arch, no_numbers):
     for model in big, small:
         model.embed, model.head = big.weights["embed"], big.weights.get("head", big.weights["embed"])
         model.ids = target.vocab
-    s = make_state(ops, target, drafter, frozenset(), 1, CTX, BLOCK, CHUNK, rejects=True)
+    s = make_state(ops, target, drafter, 0, 1, CTX, BLOCK, CHUNK, rejects=True)
     for count in (1, 4, BLOCK):
         rows, pick = s.rows.first(count), device_ids(ops, range(count))
         target_pass.forward(ops, big, s, rows, (0,))
@@ -90,8 +90,8 @@ def test_true_shapes_run_no_plain_kernel(name, arch, no_numbers):
 
     prompt = ops.for_prefill
     backend.took.clear()
+    pos, s.taps = s.rows.pos[:CHUNK], s.prompt_taps
     target_pass.forward(prompt, big, s, s.rows.first(CHUNK), (0,))
-    pos = s.rows.pos[:CHUNK]
     draft.inject(prompt, small, s, s.taps[:CHUNK], pos, pos)
     assert not {one for one in backend.took if one[1] == "plain"}
     wanted = {"qkv", "linear_add", "fuse", "inject"} | (

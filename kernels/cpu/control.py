@@ -70,7 +70,7 @@ def _accept(drafts, choice, stop, start, anchor, fresh, left, done, record, kept
                 done[n] = NOT_FINITE
                 break
             tokens[emitted] = own[emitted]
-            if _is_stop(own[emitted], stop):
+            if _is_stop(own[emitted], stop[n]):
                 done[n] = STOPPED
             emitted += 1
         start[n] += emitted

@@ -50,7 +50,7 @@ __device__ __forceinline__ int first_where(int count, Claim claim) {
 }
 
 /* One slot: the longest prefix of drafts that the target agrees with, its own token behind, budget and stops.
- * drafts: (slots, B). choice: (slots, width). stop: X ids. record: (slots, RECORD_TOKENS + 2B). kept: rows
+ * drafts: (slots, B). choice: (slots, width). stop: (slots, X). record: (slots, RECORD_TOKENS + 2B). kept: rows
  * that are committed. */
 extern "C" __global__ void accept(const int* drafts, const int* choice, const int* stop, int* start,
                                   int* anchor, int* fresh, int* left, int* done, int* record, int* kept,
@@ -61,6 +61,7 @@ extern "C" __global__ void accept(const int* drafts, const int* choice, const in
     bool is_done = done[n] != 0;
     drafts += n * B;
     choice += n * width;
+    stop += n * X;
     record += n * (RECORD_TOKENS + 2 * B);
     auto differs = [&](int i) { return drafts[i + 1] != choice[i] || choice[i] < 0; };
     auto ends = [&](int i) {

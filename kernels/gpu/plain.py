@@ -282,7 +282,7 @@ def stage_context(backend, start, fresh, slot, pos):
 
 def accept(backend, drafts, choice, stop, start, anchor, fresh, left, done, record, kept):
     args = [drafts, choice, stop, start, anchor, fresh, left, done, record, kept]
-    args += [len(choice) // len(start), drafts.shape[1], len(stop)]
+    args += [len(choice) // len(start), drafts.shape[1], stop.shape[1]]
     _control(backend, "accept", len(start), args)
 
 

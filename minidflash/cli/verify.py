@@ -252,7 +252,7 @@ def _special(sizes):
         "eps": 1e-6, "scale": 0.25, "window": 4, "causal": 1, "limit": sizes["V"] - 3, "tap_at": sizes["D"],
         "ids": rows, "pos": rows + 3, "at": rows + 3, "begin": rows + 3, "end": rows + 4,
         "tap_row": rows[::-1], "pick": rows[::-1],
-        "drafts": [0, 1, 2, 9, 9], "choice": [1, 2, 3, 4, 5], "stop": [99], "start": [7], "anchor": [11],
+        "drafts": [0, 1, 2, 9, 9], "choice": [1, 2, 3, 4, 5], "stop": [[99]], "start": [7], "anchor": [11],
         "fresh": [2], "left": [9], "fill": [0, 21, 22, 23, 24],
         "key": [11, 0, 0, 9], "law": [0.8, 0.9, 0.02],
         "mass": [2.0**43, 2.0**40, 2.0**42], "multiplier": 1.25, "cap": 3.0, "names": [1, 4, 5, 9, 12],

@@ -33,7 +33,7 @@ def expect(drafts, own, stops, left, start, fresh, done, anchor):
 
 
 def play(ops, slots, width, stops=(STOP,)):
-    """slots: dicts of own (width ids), drafts (width - 1), left, done, fresh.
+    """slots: dicts of own (width ids), drafts (width - 1), left, done, fresh, stops (else `stops`).
     Compares everything with `expect`."""
     N = len(slots)
     i32 = np.int32
@@ -43,7 +43,8 @@ def play(ops, slots, width, stops=(STOP,)):
         drafts[n, width:] = 5  # never verified, so never read
     case = {
         "drafts": drafts, "choice": np.array([s["own"] for s in slots], i32).reshape(-1),
-        "stop": np.array(list(stops) or [-1], i32), "start": np.arange(N, dtype=i32) * 100 + 40,
+        "stop": np.array([s.get("stops", list(stops) or [-1]) for s in slots], i32),
+        "start": np.arange(N, dtype=i32) * 100 + 40,
         "anchor": np.full(N, 9, i32), "fresh": np.array([s.get("fresh", 0) for s in slots], i32),
         "left": np.array([s.get("left", 100) for s in slots], i32),
         "done": np.array([s.get("done", 0) for s in slots], i32),
@@ -51,7 +52,7 @@ def play(ops, slots, width, stops=(STOP,)):
     got = run(ops, "accept", case, T=N * width)
     for n, s in enumerate(slots):
         given = [int(case[k][n]) for k in ("left", "start", "fresh", "done", "anchor")]
-        want = expect(s["drafts"], s["own"], stops, *given)
+        want = expect(s["drafts"], s["own"], s.get("stops", stops), *given)
         tokens = want.pop("tokens")
         seen = [] if s.get("done") else [max(draft, 0) for draft in s["drafts"]]
         record = (
@@ -100,6 +101,11 @@ def test_several_stop_ids_and_none(ops):
     play(ops, [s], B, stops=(12, 11, 500))
     play(ops, [s], B, stops=())
     play(ops, [slot(4, B)], B, stops=(10,))
+
+
+def test_slots_have_their_own_stop_ids(ops):
+    slots = [slot(4, B, stops=(500,)), slot(4, B, stops=(12,)), slot(4, B, stops=(-1,))]
+    play(ops, slots, B)
 
 
 def test_done_slots_stay_as_they_are(ops):

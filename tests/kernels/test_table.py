@@ -130,7 +130,7 @@ def test_products_of_sizes_are_checked(ops, rng):
     record, one = ops.array((1, 10), "i32"), ops.array((1,), "i32")
     with pytest.raises(ValueError, match="accept: record: 2\\*B\\+3 is 10, needed 19"):
         ops.accept(
-            ops.array((1, 8), "i32"), ops.array((8,), "i32"), one, one, one, one, one, one, record, one
+            ops.array((1, 8), "i32"), ops.array((8,), "i32"), record, one, one, one, one, one, record, one
         )
 
 

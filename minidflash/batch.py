@@ -1,0 +1,322 @@
+"""Batch: several texts at a time, side by side in one engine; each is, bit for bit, what it gets alone."""
+
+import time
+from collections import deque
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from typing import Any
+
+import numpy as np
+
+from minidflash.kernels.record import NOT_FINITE, STOPPED, Record
+
+from .ahead import program
+from .errors import UserError
+from .fit import batch_context
+from .loop import REASONS, begin, not_finite, prompt_steps
+from .prefix import Prefix
+from .request import Request, Shape, checked, hold, refuse_busy, release
+from .schedule import Schedule, SharedWidth
+from .stats import Round
+from .text import RoundText
+from .values import whole
+
+MOST_SLOTS = 64
+LANES = 1, 2, 4, 8, 16, 24, 32, 48, 64  # that rounds are recorded for
+SHARED = "block", "verify", "drafter"  # options of the whole batch
+CHOICES = "likeliest", "drawn", "scored"  # how tokens are chosen; each also does what those before it do
+
+
+@dataclass(eq=False, repr=False)
+class Handle:
+    """A submitted request; a handle equals itself alone, and may be a key of a dict. request: as checked."""
+
+    request: Request
+
+    @property
+    def prompt_tokens(self):
+        """How many ids the prompt has."""
+        return len(self.request.ids)
+
+
+@dataclass(frozen=True)
+class Item:
+    """What iterating a Batch gives. handle: of the request. round: as `stream` gives them; its seconds are of
+    all lanes together. error: why a request broke off, on its last item, whose finish_reason is then "error".
+    """
+
+    handle: Handle
+    round: Round
+    error: UserError | None = None
+
+
+@dataclass(eq=False)
+class Lane:
+    """A request in its slot. steps: of its prompt, then its rounds run. committed: its tokens.
+    waiting: context features, as s.fresh says."""
+
+    handle: Handle
+    slot: int
+    steps: Any
+    texts: RoundText
+    schedule: Schedule
+    committed: int = 1
+    waiting: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class Batch:
+    """Requests of one engine, side by side in slots; iterate to run them, `submit` at any time.
+
+        with md.Batch(engine, slots=8) as batch:
+            handles = [batch.submit(prompt, max_tokens=64, seed=i) for i, prompt in enumerate(prompts)]
+            for one in batch:
+                print(one.handle, one.round.text)
+
+    A text is what `generate` gives alone, whatever runs beside it. A request joins when a slot is free, in
+    the order of `submit`; between two rounds at most one chunk of one prompt runs while others decode.
+    Iteration ends when nothing runs or waits, and may begin anew after a further `submit`. The engine is busy
+    from the first step until then, or until `close`. One thread iterates; `submit` and `cancel` may be called
+    from others. engine.is_interrupted ends all requests. So does an exception out of iteration.
+    Source: engine.md 6.
+    """
+
+    engine: Any
+    slots: int = 16
+    ctx: int | None = None
+    block: int | None = None
+    verify: int | str = "auto"
+    drafter: bool | None = True
+
+    def __post_init__(self):
+        """engine: of `load`. slots: texts at a time, 1 to 64. ctx: positions of a slot, prompt and new
+        tokens; default what memory holds, at most the engine's. block, verify, drafter: as of `generate`.
+        Errors: UserError for a bad value, a context that memory does not hold, and a busy engine.
+        """
+        engine = self.engine
+        self.slots = whole("slots", self.slots, 1, MOST_SLOTS)
+        refuse_busy(engine)
+        options, _ = checked(engine, {name: getattr(self, name) for name in SHARED})
+        self._drafts = engine.drafter is not None and options["drafter"]
+        self.block = (options["block"] or engine.drafter.config.block) if self._drafts else 1
+        self._drafts = self._drafts and self.block > 1
+        self.verify = options["verify"] if options["verify"] == "auto" else min(options["verify"], self.block)
+        self.verify = self.verify if self._drafts else 1
+        engine.state, engine.state_shape, engine.programs = None, None, {}  # its memory is for the slots
+        self.ctx = batch_context(engine, self.slots, self.ctx, self.block if self._drafts else 1)
+        self._shape = Shape(self.slots, self.ctx, self.block, self._drafts)
+        self._width = SharedWidth(self.block)
+        self._state, self._free = None, list(range(self.slots))
+        self._waiting, self._joining, self._running = deque(), deque(), []
+        self._ready, self._cancelled = deque(), deque()
+
+    def submit(self, prompt, **options):
+        """Add a request; its rounds come out of iteration. prompt, options: as of `generate`, but for block,
+        verify and drafter, which are the batch's, and samples, trace and accept "reject", which need a run
+        alone.
+
+        Returns a Handle. Errors: TypeError for an unknown keyword, UserError for what cannot be run.
+        """
+        refuse_alone(options)
+        shared = {"block": self.block if self._drafts else None, "verify": self.verify}
+        given = options | shared | {"drafter": None if not self._drafts else True}
+        handle = Handle(Request.of(self.engine, prompt, given, batch=self))
+        self._waiting.append(handle)
+        return handle
+
+    def cancel(self, handle):
+        """End a request: no further item of it comes, its slot is free before the next round. Of one that has
+        ended, or of another batch: nothing."""
+        self._cancelled.append(handle)
+
+    def close(self):
+        """End every request and give the engine back. The batch may be used again."""
+        self._drop_all()
+        self._let_go()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        while True:
+            self._leave()
+            if self._ready:
+                return self._ready.popleft()
+            if not (self._waiting or self._joining or self._running):
+                self._let_go()
+                raise StopIteration
+            try:
+                self._step()
+            except BaseException:
+                self.close()  # a step cut short leaves slots that nobody knows
+                raise
+
+    def _step(self):
+        """At most a chunk of the oldest prompt, then a round of those that decode."""
+        if self._state is None:
+            self._take()
+        if self.engine.is_interrupted:
+            self._end_what_has_not_begun()
+        self._admit()
+        if self._joining:
+            self._run_chunk(self._joining[0])
+        if self._running:
+            self._run_round()
+
+    def _take(self):
+        """The engine's buffers; no slot of them is in use."""
+        self._state = hold(self.engine, self._shape)
+        self.engine.ops.upload(self._state.done, np.full(self.slots, STOPPED, np.int32))
+
+    def _let_go(self):
+        if self._state is not None:
+            self._state = None
+            release(self.engine)
+
+    def _admit(self):
+        """Waiting requests get the lowest free slots, in their order."""
+        while self._waiting and self._free:
+            handle = self._waiting.popleft()
+            request = handle.request
+            texts = RoundText(self.engine.tokenizer, request.stop, request.ids, request.raw)
+            if request.max_tokens == 0:
+                self._ready += [
+                    Item(handle, one) for one in texts.push(Round([], finish_reason="length"), True)
+                ]
+                continue
+            slot = heappop(self._free)
+            own = replace(self._state, prefix=Prefix())
+            steps = prompt_steps(self.engine, own, request, slot)
+            self._joining.append(Lane(handle, slot, steps, texts, Schedule(self.block)))
+
+    def _leave(self):
+        """Cancelled requests go, with what was not given out yet."""
+        while self._cancelled:
+            handle = self._cancelled.popleft()
+            self._waiting = deque(one for one in self._waiting if one is not handle)
+            self._ready = deque(one for one in self._ready if one.handle is not handle)
+            for lane in [one for one in (*self._joining, *self._running) if one.handle is handle]:
+                self._free_slot(lane)
+
+    def _end_what_has_not_begun(self):
+        """An interruption ends requests that have no token yet; the others end with their next round."""
+        for handle in [*(lane.handle for lane in self._joining), *self._waiting]:
+            text = "" if self.engine.tokenizer else None
+            self._ready.append(Item(handle, Round([], text, finish_reason="interrupted")))
+        self._waiting.clear()
+        for lane in list(self._joining):
+            self._free_slot(lane)
+
+    def _free_slot(self, lane):
+        """A lane ends: rounds pass its slot over until the next request has settled there."""
+        lane.steps.close()
+        for lanes in (self._joining, self._running):
+            if lane in lanes:
+                lanes.remove(lane)
+        slot = slice(lane.slot, lane.slot + 1)
+        self.engine.ops.upload(self._state.done[slot], np.full(1, STOPPED, np.int32))
+        heappush(self._free, lane.slot)
+
+    def _drop_all(self):
+        self._waiting.clear()
+        self._ready.clear()
+        self._cancelled.clear()
+        self._joining.clear()
+        self._running.clear()
+        self._free = list(range(self.slots))
+
+    def _run_chunk(self, lane):
+        """The next chunk of a prompt; behind the last one the request decodes."""
+        since = time.perf_counter()
+        try:
+            next(lane.steps)
+            lane.seconds += time.perf_counter() - since
+            return
+        except StopIteration as end:
+            (first,) = end.value
+        self._joining.popleft()
+        self._running.append(lane)
+        request, s = lane.handle.request, self._state
+        if first[0] < 0:
+            self._break_off(lane, len(request.ids) - 1)
+            return
+        begin(self.engine, replace(s, prefix=Prefix()), request, 0, first, lane.slot)
+        record = Record.of(self.engine.ops.download(s.record[lane.slot : lane.slot + 1])[0])
+        seconds = lane.seconds + time.perf_counter() - since
+        self._give(lane, Round(record.tokens, seconds=seconds, logprobs=first[1]), record.why)
+
+    def _run_round(self):
+        """One round of all lanes that decode."""
+        lanes, s = list(self._running), self._state
+        count = min(self.slots, next(n for n in LANES if n > max(lane.slot for lane in lanes)))
+        part, schedules = s.first(count), [lane.schedule for lane in lanes]
+        width = self.verify if self.verify != "auto" else self._width.choose(count, schedules)
+        is_injecting = self._drafts and (width > 1 or max(lane.waiting for lane in lanes) == s.block)
+        choice = max((lane.handle.request.sampling.choice for lane in lanes), key=CHOICES.index)
+        keys = max(lane.handle.prompt_tokens + lane.committed for lane in lanes) + s.block
+        read = part.record, *([s.logprob[: count * width]] if choice == "scored" else [])
+        since = time.perf_counter()
+        how = self._drafts, width, is_injecting, choice
+        cost, records, *logprobs = self.engine.ops.start(program(self.engine, part, how, keys), *read)()
+        self._width.learn(count, width, cost)
+        seconds = max(cost, time.perf_counter() - since)
+        for lane in lanes:
+            record = Record.of(records[lane.slot])
+            lane.waiting = record.emitted + (0 if is_injecting else lane.waiting)
+            if not record.emitted:
+                self._break_off(lane, lane.handle.prompt_tokens + lane.committed - 1)
+                continue
+            lane.committed += record.emitted
+            lane.schedule.learn(width, record.accepted, record.emitted, cost)
+            own = lane.slot * width
+            found = Round(record.tokens, None, record.drafts, record.accepted, width, seconds)
+            if lane.handle.request.sampling.logprobs:
+                found.logprobs = logprobs[0][own : own + record.emitted].tolist()
+            self._give(lane, found, record.why)
+
+    def _give(self, lane, found, why):
+        """A round of a request goes out, as its stops and texts let it; behind its last one the lane goes."""
+        is_cut = why == 0 and self.engine.is_interrupted
+        found.finish_reason = "interrupted" if is_cut else REASONS[why]
+        given = lane.texts.push(found, found.finish_reason is not None)
+        is_over = found.finish_reason is not None or lane.texts.is_stopped
+        self._ready += [Item(lane.handle, one) for one in given]
+        if why == NOT_FINITE and not lane.texts.is_stopped:
+            self._break_off(lane, lane.handle.prompt_tokens + lane.committed - 1)
+        elif is_over:
+            self._free_slot(lane)
+
+    def _break_off(self, lane, position):
+        """A request whose target computes no numbers ends; its neighbours do not notice."""
+        self._ready += [Item(lane.handle, one) for one in lane.texts.finish()]
+        self._ready.append(Item(lane.handle, Round([], "", finish_reason="error"), not_finite(position)))
+        self._free_slot(lane)
+
+
+def refuse_alone(options):
+    """Refuse what a request of a batch cannot have of its own. Errors: UserError naming it."""
+    for name in SHARED:
+        if options.get(name) is not None:
+            raise UserError(
+                f"{name} belongs to the whole batch",
+                f"give it there: Batch(engine, {name}={options[name]!r})",
+            )
+    if options.get("samples") not in (None, 1):
+        raise UserError(
+            "a request of a batch has one answer", "submit it once a sample, with seeds of their own"
+        )
+    if options.get("trace"):
+        raise UserError("a request of a batch has no trace", "leave out trace, or use stream")
+    if options.get("accept") == "reject":
+        raise UserError(
+            "accept='reject' cannot run in a batch: its text depends on the rows verified, which neighbours "
+            "share",
+            "leave it out, or use generate",
+        )
