@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 
 import httpx
 import pytest
@@ -70,26 +71,28 @@ def test_sigterm_lets_those_end_who_are_there(folder, engine):
         url = found[1].decode()
         done = []
 
-        def client(seed):
-            with httpx.Client(timeout=60) as own:
-                done.append((seed, own.post(url + PATH, json=body_of(seed, TOKENS, False))))
+        def ask(seed):
+            done.append((seed, client.post(PATH, json=body_of(seed, TOKENS, False))))
 
+        # Of two slots one has a long text; the other ones take turns.
         with (
-            httpx.Client(timeout=60) as own,
-            own.stream("POST", url + PATH, json=body_of(0, 900, True)) as answer,
+            httpx.Client(base_url=url, timeout=60) as client,
+            client.stream("POST", PATH, json=body_of(0, 2000, True)) as answer,
         ):
             lines = answer.iter_lines()
             next(lines)
-            clients = [threading.Thread(target=client, args=[seed]) for seed in texts]
+            clients = [threading.Thread(target=ask, args=[seed]) for seed in texts]
             for one in clients:
                 one.start()
-            while f"minidflash_waiting {len(texts) - 1}" not in httpx.get(url + "/metrics").text:
-                assert not done
+            taken_on = f"minidflash_prompt_tokens_total {5 * (1 + len(texts))}\n"
+            until = time.monotonic() + 60
+            while taken_on not in client.get("/metrics").text:
+                assert time.monotonic() < until
             process.send_signal(signal.SIGTERM)
             *_, last, _ = lines
             assert last == "data: [DONE]"
-        for one in clients:
-            one.join(60)
+            for one in clients:
+                one.join(60)
         assert {seed: r.json()["choices"][0]["message"]["content"] for seed, r in done} == texts
         assert process.wait(30) == 0 and b"Traceback" not in process.stderr.read()
     finally:
