@@ -19,7 +19,7 @@ import numpy as np
 import record
 
 import minidflash as md
-from minidflash.cli.bench import read_prompts
+from minidflash.cli.prompts import read_prompts
 from tests.chance import filtered
 
 LAWS = [{"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 20}]

@@ -22,6 +22,7 @@ import record
 import minidflash as md
 from minidflash import drafter, target
 from minidflash.cli import bench as measure
+from minidflash.cli.prompts import read_prompts
 from minidflash.state import device_ids
 
 
@@ -74,7 +75,7 @@ def main():
     found["costs"] = costs(engine)
     print(found)
     prompts = {}
-    for prompt in measure.read_prompts():
+    for prompt in read_prompts():
         prompts.setdefault(prompt["kind"], []).append(prompt)
     options = SimpleNamespace(max_tokens=args.tokens, repeat=args.repeat, verify="auto", block=None)
     found["prompts"], by_kind = [], []

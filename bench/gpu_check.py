@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import minidflash as md  # in a bare checkout it lies beside this folder
-from minidflash.cli.bench import read_prompts
+from minidflash.cli.prompts import read_prompts
 
 PARTS = {
     "kernels": ["tests/kernels/test_*.py"],

@@ -31,7 +31,7 @@ import record
 from round import device
 
 import minidflash as md
-from minidflash.cli.bench import read_prompts
+from minidflash.cli.prompts import read_prompts
 from minidflash.request import OPTIONS, prompt_ids
 from tests.chance import LAWS
 from tests.golden_files import golden

@@ -6,7 +6,8 @@ bench/report.py puts them together.
 """
 
 import measured_experts
-from quote import at, begin, of, of_card, prose, source, table
+import measured_peers
+from quote import at, begin, of, of_card, picture, prose, source, table
 
 CARDS = {
     "h200": "nvidia-h200",
@@ -24,7 +25,7 @@ def cpu_speed(results):
     yield from prose(
         f"{found['tokens']} tokens at most; medians of {found['repeat']} runs and half their range."
     )
-    yield ""
+    yield from picture("speed-cpu", "Bars of tokens a second by kind of prompt")
     heads = (
         "prompts",
         "plain tok/s",
@@ -60,14 +61,14 @@ def cpu_speed(results):
     )
 
 
-def pair_speed(results, name, title):
+def pair_speed(results, name, title, drawn=None):
     """What `minidflash bench` says (bench/embedded.py)."""
     found = results[name]
     yield from begin(title, found)
     yield from prose(
         f"On {found['on']}; {found['max_tokens']} tokens at most; medians of {found['repeat']} runs."
     )
-    yield ""
+    yield from picture(drawn, "Bars of tokens a second by kind of prompt") if drawn else [""]
     yield from table(
         ("prompts", "plain tok/s", "drafted tok/s", "over plain", "tau"),
         (
@@ -131,6 +132,15 @@ def lossless(results, where, names):
     yield from table(("what", "runs that differ", "tokens compared", "accepted lengths seen", "from"), rows)
 
 
+def acceptance(results, card):
+    """How far into a block drafts are kept (of the runs that lossless compares)."""
+    found = of_card(results, "lossless-embedded", card)
+    differing = of(found["differing"], found["runs"])
+    yield from begin("How deep into a block drafts are kept, embedded pair, block 16", found)
+    yield from prose(f"Of the runs at block 16; {differing} runs differ from plain decoding.")
+    yield from picture(f"acceptance-{card}", "Share of rounds that keep a position, by kind of prompt")
+
+
 # -- GPU
 
 PARTS = {  # of a round: how it is called, which floor it has
@@ -151,7 +161,7 @@ def whole_rounds(results, card):
         f"One {found['card']}, bf16; ms, and how much of it the floor is, the bytes over the copy's "
         f"{found['copy_tb_per_s']:.2f} TB/s of the same run."
     )
-    yield ""
+    yield from picture(f"round-{card}", "Bars of a round's time by context, and its floor")
     yield from table(
         ("context", *(str(one["context"]) for one in shape["contexts"])),
         (
@@ -222,12 +232,11 @@ def loops(results, card):
 
 def timeline(results, name, shape):
     found = results[name]
-    round_, svg = found["round_16"], results.folder / f"{name}.svg"
+    round_ = found["round_16"]
     context = f", context {found['context']}" if "context" in found else ""
     yield from begin(f"Where a round's {round_['us'] / 1e3:.2f} ms go, {shape}{context}", found)
-    picture = f"; a picture of a few layers is `bench/results/{svg.name}`" if svg.exists() else ""
-    yield from prose(f"Kernels note the GPU's clock{picture}.")
-    yield ""
+    yield from prose("Kernels note the GPU's clock.")
+    yield from picture(name, "A lane for each kernel of the round")
     yield from table(
         ("kernel", "launches", "us each", "ms"),
         (
@@ -261,24 +270,6 @@ def prompt_products(results, card):
             for one in found["results"] if one["rows"] == rows
         ),
     )  # fmt: skip
-
-
-def peer(results, card):
-    found, ours = of_card(results, "peer", card), of_card(results, "round", card)
-    versions, shape = found["versions"], ours[found["shape"]]
-    step, token = found["dflash_step_ms"]["median"], found["transformers_token_ms"]["median"]
-    ms, prefill = at(shape, found["context"])["ms"], shape["prefill"]
-    yield from begin(
-        f"Others on such a card, {found['shape']}'s shape, context {found['context']}", found, ours
-    )
-    prompt = found["dflash_prefill_ms"]["median"]
-    yield from prose(
-        f"A step of the public dflash {found['dflash']} loop takes {step:.1f} ms, "
-        f"{step / ms['round_16']:.1f} times our round; a token of transformers' own generate {token:.1f} ms, "
-        f"{token / ms['plain_round']:.1f} times our plain round; the prompt's pass {prompt:.0f} ms, ours "
-        f"{prefill['ms']:.0f} ms of {prefill['tokens']} tokens (torch {versions['torch']}, "
-        f"transformers {versions['transformers']})."
-    )
 
 
 def products(results, card):
@@ -368,7 +359,8 @@ SAMPLED = "lossless-sampled", "lossless-sampled-golden-bf16", "lossless-sampled-
 def sections(results):
     """(heading, its sections) of every machine."""
     yield "CPU", [
-        cpu_speed(results), pair_speed(results, "cpu-high-tau", "Where drafts fit"),
+        cpu_speed(results), measured_peers.programs(results),
+        pair_speed(results, "cpu-high-tau", "Where drafts fit"),
         lossless(results, "CPU", ["lossless-cpu", *(f"{name}-cpu" for name in SAMPLED)]), block_rule(results),
         soak(results),
     ]  # fmt: skip
@@ -381,8 +373,10 @@ def sections(results):
             whole_rounds(results, card), other_shapes(results, card), measured_experts.steps(results, card),
             measured_experts.kernels(results, where), loops(results, card),
             *(timeline(results, name, shape) for name, shape in stamped.items()), loading(results, card),
-            prompt_products(results, card), peer(results, card), products(results, card),
-            attention(results, card), pair_speed(results, f"embedded-{card}", "Embedded pair"),
+            prompt_products(results, card), measured_peers.steps(results, card), products(results, card),
+            attention(results, card),
+            pair_speed(results, f"embedded-{card}", "Embedded pair", f"speed-{card}"),
+            acceptance(results, card),
             lossless(results, card.upper(), texts),
             *(checks(results, name) for name in results.names(f"gpu-check-*{card}")),
             *(sanitizer(results, name) for name in results.names(f"sanitizer-*{card}")),

@@ -61,6 +61,11 @@ def begin(title, *results):
         yield ""
 
 
+def picture(name, words):
+    """Lines that show docs/NAME.svg (bench/plots.py). words: what it shows."""
+    yield from ("", f"![{words}](../docs/{name}.svg)", "")
+
+
 def table(heads, rows):
     """A table's lines; a row is a list of cells."""
     rows = list(rows)

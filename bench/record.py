@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 CHANGES = "+changes"  # behind a commit: of a tree that had others than the commit's files
 # What benches write or generate is not what they measure.
-MEASURED = [".", ":!bench/results", ":!bench/MEASURED.md", ":!README.md"]
+MEASURED = [".", ":!bench/results", ":!bench/MEASURED.md", ":!README.md", ":!docs"]
 PACKAGES = (
     "numpy",
     "numba",

@@ -1,19 +1,20 @@
 """Everything measured, from bench/results: python bench/report.py [--write | --check] [--results FOLDER]
 
-Prints bench/MEASURED.md and the README's short block of it. With --write both are written, with --check the
-exit code is 1 unless they are what is written already. A number is quoted only of a result that says its
-commit, command, date and machine, and that was measured on a tree without changes;
-what is left out and why is said on stderr.
+Prints bench/MEASURED.md and the README's short block of it. With --write both are written and the pictures in
+docs/ drawn (bench/plots.py); with --check the exit code is 1 unless they are what is there already.
+A number is quoted only of a result that says its commit, command, date and machine, and that was measured on
+a tree without changes; what is left out and why is said on stderr.
 """
 
 import argparse
 import sys
 
+import plots
 from measured import sections
 from quote import Results, at, of, of_card, source, table
 from record import RESULTS, ROOT
 
-README, MEASURED = ROOT / "README.md", ROOT / "bench" / "MEASURED.md"
+README, MEASURED, DOCS = ROOT / "README.md", ROOT / "bench" / "MEASURED.md", ROOT / "docs"
 MARK, END = "<!-- measured: bench/report.py -->", "<!-- end of measured -->"
 HEADER = [
     "<!-- generated: python bench/report.py --write -->",
@@ -41,7 +42,7 @@ def summary(results):
     """The lines of the README's block."""
     heads = "measured", "result", "from"
     cards = [(name, card) for card in ("h200", "h100") for name in (rounds, pair, same)]
-    parts = [cpu(results), *(part(results, card) for part, card in cards), peer(results)]
+    parts = [cpu(results), programs(results), *(part(results, card) for part, card in cards), peer(results)]
     return list(table(heads, [row for part in parts for row in results.quoted(part)]))
 
 
@@ -50,6 +51,16 @@ def cpu(results):
     kinds = ", ".join(f"{one['kind']} {one['speedup']:.2f} (tau {one['tau']:.2f})" for one in found["kinds"])
     where = f"{found['machine']['cores']} CPU cores, embedded pair, times plain"
     yield where, kinds, source(found)
+
+
+def programs(results):
+    """The best way of each program on the CPU, ours first."""
+    found, best = results["peers-cpu"], {}
+    for one in found["ways"]:
+        best[one["program"]] = max(one, best.get(one["program"], one), key=lambda way: way["tokens_per_s"])
+    said = ", ".join(f"{name} {one['tokens_per_s']:.1f} ({one['way']})" for name, one in best.items())
+    where = f"{found['threads']} CPU threads, embedded pair, {len(found['prompts'])} prompts, tok/s at best"
+    yield where, said, source(found)
 
 
 def rounds(results, card):
@@ -97,18 +108,19 @@ def peer(results):
 
 
 def documents(results):
-    """{path: text}: what the results make of MEASURED.md and of the README."""
+    """{path: text}: what the results make of MEASURED.md, of the README and of the pictures."""
     before, rest = README.read_text().split(MARK)
     block = "\n".join(summary(results))
     return {
         MEASURED: "\n".join(measured(results)) + "\n",
         README: f"{before}{MARK}\n\n{block}\n\n{END}{rest.split(END)[1]}",
+        **{DOCS / name: text for name, text in plots.pictures(results).items()},
     }
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="write bench/MEASURED.md and README.md")
+    parser.add_argument("--write", action="store_true", help="write bench/MEASURED.md, README.md and docs/")
     parser.add_argument("--check", action="store_true", help="exit 1 unless they are what would be written")
     parser.add_argument("--results", default=RESULTS, help="folder of results (default: bench/results)")
     args = parser.parse_args()

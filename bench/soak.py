@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import record
 
 import minidflash as md
-from minidflash.cli.bench import read_prompts
+from minidflash.cli.prompts import read_prompts
 
 LAW = {"temperature": 0.9, "top_k": 200, "top_p": 0.95, "min_p": 0.001, "ignore_eos": True}
 

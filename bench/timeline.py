@@ -1,12 +1,11 @@
 """Where a round's time goes: when each kernel of the replayed graph began and when it had what it waits for.
 
-    python bench/timeline.py [--shapes qwen3-8b ...] [--context 2048] [--rounds 30] [--picture LAUNCHES]
-        [--card h100]
+    python bench/timeline.py [--shapes qwen3-8b ...] [--context 2048] [--rounds 30] [--card h100]
 
 Kernels are compiled with -DSTAMPS: block 0 of each launch notes the GPU's clock before and after its wait for
 the kernel ahead (griddep_wait in sm90.cuh). From one release to the next is what a kernel adds to the round;
 what lies between a kernel's begin and its release is its head start.
-Writes bench/results/timeline-SHAPE-CARD.json and a picture.
+Writes bench/results/timeline-SHAPE-CARD.json, which bench/plots.py draws.
 """
 
 import argparse
@@ -111,33 +110,12 @@ def by_kernel(rows):
     )  # fmt: skip
 
 
-def picture(rows, first, count, title):
-    """SVG of `count` launches: a bar from a kernel's release to the next one's,
-    a thin one for its head start."""
-    own = [r for r in rows[first : first + count] if r["adds"] is not None]
-    begin, end = own[0]["at"] - own[0]["head_start"], own[-1]["at"] + own[-1]["adds"]
-    names, scale = sorted({r["kernel"] for r in own}), 1000 / (end - begin)
-    height, text = 40 + 24 * len(names), f"{title}: {end - begin:.1f} us"
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="1200" height="{height}" '
-    head += 'font-family="sans-serif" font-size="12">'
-    out = [head, f'<text x="4" y="14">{text}</text>']
-    for i, name in enumerate(names):
-        out.append(f'<text x="4" y="{40 + 24 * i}">{name}</text>')
-    for r in own:
-        y, x = 28 + 24 * names.index(r["kernel"]), 180 + scale * (r["at"] - begin)
-        head = scale * min(r["head_start"], r["at"] - begin)
-        out.append(f'<rect x="{x - head:.1f}" y="{y + 5}" width="{head:.1f}" height="6" fill="#9cf"/>')
-        out.append(f'<rect x="{x:.1f}" y="{y}" width="{scale * r["adds"]:.1f}" height="16" fill="#36a"/>')
-    return "\n".join([*out, "</svg>"])
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", nargs="+", default=["qwen3-8b"], choices=SHAPES)
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--card", default="h100", help="in the names of what is written")
-    parser.add_argument("--picture", type=int, default=24, metavar="LAUNCHES")
     args = parser.parse_args()
     ops = md.ops("cuda")
     bandwidth = copy_bandwidth(ops)
@@ -153,11 +131,7 @@ def main():
             for group in found[kind]["kernels"]:
                 print("  ", group, flush=True)
             found[kind]["places"] = rows
-        out = record.write(f"timeline-{name}-{args.card}", found, context=args.context, **device(ops))
-        middle = len(rows) // 2
-        svg = picture(rows, middle, args.picture, f"{name}, context {args.context}, {args.picture} kernels")
-        Path(out).with_suffix(".svg").write_text(svg)
-        print(out)
+        print(record.write(f"timeline-{name}-{args.card}", found, context=args.context, **device(ops)))
         release(engine)
         engine.state = engine.programs = None
 

@@ -55,6 +55,9 @@ memory is foretold
 true shapes run no plain kernel
 a slot goes back to its snapshot
 a turn of a conversation is a fresh run
+a served text is what generate gives alone
+what a request does not mean is refused by its field's name
+a client that leaves is not computed for
 greedy drafts are ids that the target can choose
 revisions of target and drafter are their own
 statistics count what was verified

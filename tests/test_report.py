@@ -286,7 +286,7 @@ def prose():
 
 def test_the_readme_is_a_lesson_and_its_paths_are_there():
     text = (ROOT / "README.md").read_text()
-    assert text.count("\n") <= 130
+    assert text.count("\n") <= 140
     paths = re.findall(r"`((?:minidflash|kernels|weights|bench|tests)/[\w./*]+)`", text)
     assert len(paths) > 15
     for path in paths:

@@ -15,8 +15,8 @@ from minidflash.weights.gguf_io import read_gguf
 from minidflash.weights.safetensors_io import parse_object, read_file, read_json
 
 from minidflash.cli import main, terminal
-from minidflash.cli.bench import read_prompts
 from minidflash.cli.generate import read_prompt
+from minidflash.cli.prompts import read_prompts
 from minidflash.cli.terminal import Paint, Progress, json_line, say, write_lines
 from minidflash.encoding import decoded
 from minidflash.errors import LONGEST, UserError, printable

@@ -16,6 +16,7 @@ from .options import (
     add_stop,
     add_talk,
     add_template_arg,
+    real,
     whole,
 )
 from .terminal import Interrupt, say, say_error, silence, write
@@ -41,6 +42,17 @@ From a pipe, every line is a message; only replies go to stdout. For a trace of 
 examples:
   minidflash chat --system "Answer in one sentence."
   printf 'My name is Ada.\\nWhat is my name?\\n' | minidflash chat -n 40
+"""
+SERVE = """Answer OpenAI's API: chat and text completions, streamed or not, several side by side.
+
+Every text is what `generate` gives alone, whatever runs beside it, and defaults are those of generate
+(temperature 0). A field that is not understood is refused by its name. /health and /metrics ask for no key.
+
+examples:
+  minidflash serve
+  minidflash serve --target Qwen/Qwen3-8B --drafter z-lab/Qwen3-8B-DFlash-b16 --slots 16 --ctx 8192
+  curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "stream": true}'
 """
 VERIFY = """Check on this machine that drafting changes no token and kernels agree with the oracle.
 
@@ -116,6 +128,28 @@ def _chat(parser):
     parser.set_defaults(run=_lazy("chat", "chat"), json=False, no_stream=False)
 
 
+def _serve(parser):
+    net = parser.add_argument_group("server")
+    net.add_argument("--host", metavar="H", default="127.0.0.1",
+                     help="address to listen at (default %(default)s: this machine alone)")  # fmt: skip
+    net.add_argument("--port", metavar="N", type=whole(0, 65535), default=8000,
+                     help="default %(default)s; 0: a free one")  # fmt: skip
+    net.add_argument("--slots", metavar="N", type=whole(1, 64), default=8,
+                     help="texts side by side (default %(default)s)")  # fmt: skip
+    net.add_argument("--max-waiting", metavar="N", type=whole(0), default=64,
+                     help="texts that may wait for a slot; one more is refused "
+                          "(default %(default)s)")  # fmt: skip
+    net.add_argument("--api-key", metavar="K",
+                     help="what clients must send; default MINIDFLASH_API_KEY, else nothing")  # fmt: skip
+    net.add_argument("--grace", metavar="S", type=real(0, 86400, "seconds from 0 to 86400"), default=30.0,
+                     help="seconds that running texts may take to end on SIGTERM or Ctrl-C "
+                          "(default %(default)s)")  # fmt: skip
+    add_pair(parser)
+    add_how(parser, max_tokens=256)
+    add_machine(parser)
+    parser.set_defaults(run=_lazy("serve", "serve"))
+
+
 def _info(parser):
     add_pair(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -127,12 +161,15 @@ def _info(parser):
 def _bench(parser):
     what = add_pair(parser)
     what.add_argument("--prompts", metavar="FILE",
-                      help="JSON lines with kind and prompt (or tokens); default: "
+                      help="JSON lines with kind and prompt (or tokens), or rows of GSM8K, HumanEval, "
+                      "MT-Bench (each turn is a prompt) or MATH-500; default: "
                       "the checkout's bench/prompts.jsonl, else four built in")  # fmt: skip
     how = add_how(parser, max_tokens=64)
     how.add_argument("-r", "--repeat", metavar="N", type=whole(1), default=3,
                      help="runs of every prompt (default %(default)s)")  # fmt: skip
-    parser.add_argument("-o", "--output", choices=("md", "json"), default="md", help="form (default md)")
+    parser.add_argument(
+        "-o", "--output", choices=("md", "json", "csv"), default="md", help="form (default md)"
+    )
     add_machine(parser)
     parser.set_defaults(run=_lazy("bench", "bench"))
 
@@ -204,6 +241,7 @@ def _kernels(parser):
 COMMANDS = {
     "generate": (_generate, GENERATE),
     "chat": (_chat, CHAT),
+    "serve": (_serve, SERVE),
     "info": (_info, "Say what this machine can run, what a checkpoint pair is, and the memory it needs."),
     "bench": (_bench, "Measure tokens a second with and without the drafter, by kind of prompt."),
     "trace": (_trace, TRACE),

@@ -1,31 +1,21 @@
 """`minidflash bench`: tokens a second with and without the drafter, by kind of prompt,
 and whether drafting pays."""
 
-import json
+import csv
+import io
 from itertools import groupby
-from pathlib import Path
 from statistics import mean, median
 
-from ..encoding import read_text
-from ..errors import UserError
 from ..loop import rounds_of
 from ..request import Request
 from ..run import finish, machine_of
 from ..stats import Timing
 from .generate import open_engine
+from .prompts import read_prompts
 from .report import break_even, round_costs
 from .terminal import json_line, say, write, write_lines
 
 LOOP = 50  # a token repeated this often says nothing about drafting (F63)
-BUILT_IN = [
-    {"kind": "chat", "prompt": "Why is the sky blue?"},
-    {"kind": "code", "prompt": "Write a Python function that reverses the words of a sentence."},
-    {
-        "kind": "maths",
-        "prompt": "A train goes 180 km in 2 hours. How far does it go in 5 hours? Show each step.",
-    },
-    {"kind": "languages", "prompt": "Écris trois phrases sur la mer en automne."},
-]
 
 
 def bench(args, interrupt=None):
@@ -34,7 +24,7 @@ def bench(args, interrupt=None):
     engine = open_engine(args)
     kinds = {}
     for prompt in prompts:
-        kinds.setdefault(prompt["kind"], []).append(measure(engine, prompt, args))
+        kinds.setdefault(prompt["kind"], []).extend(dialogue(engine, prompt, args))
     rows = [summary(kind, found) for kind, found in kinds.items()]
     if len(rows) > 1:
         rows.append(summary("all", [one for found in kinds.values() for one in found]))
@@ -46,6 +36,8 @@ def bench(args, interrupt=None):
     }  # fmt: skip
     if args.output == "json":
         write(json_line(found))
+    elif args.output == "csv":
+        write(comma_separated(found))
     else:
         write_lines(table(found))
     for row in rows:
@@ -56,33 +48,16 @@ def bench(args, interrupt=None):
     return 0
 
 
-def read_prompts(path=None):
-    """Prompts: list of {"kind", "prompt"} or {"kind", "tokens"}.
-
-    path: a file of JSON lines; None: the checkout's bench/prompts.jsonl, else four built in.
-    Errors: UserError naming the line.
-    """
-    if path is None:
-        kept = Path(__file__).resolve().parents[2] / "bench" / "prompts.jsonl"
-        if not kept.is_file():
-            return BUILT_IN
-        path = kept
-    prompts = []
-    for number, line in enumerate(read_text(path, f"prompts {path}").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            found = json.loads(line)
-            prompt = found.get("tokens") or found["prompt"]
-            if not isinstance(prompt, (str, list)):
-                raise TypeError
-            prompts.append({"kind": "all", **found})
-        except (ValueError, KeyError, TypeError, AttributeError):
-            hint = '{"kind": "chat", "prompt": "..."} or {"tokens": [5, 9]}'
-            raise UserError(f"{path}, line {number}: this is no prompt", hint) from None
-    if not prompts:
-        raise UserError(f"prompts {path}: the file is empty")
-    return prompts
+def dialogue(engine, prompt, args):
+    """`measure` of a prompt and of each later turn, asked behind the plain answers to those before it."""
+    if not prompt.get("then"):
+        return [measure(engine, prompt, args)]
+    messages, found = [], []
+    for asked in (prompt["prompt"], *prompt["then"]):
+        messages.append({"role": "user", "content": asked})
+        found.append(measure(engine, {"prompt": list(messages)}, args))
+        messages.append({"role": "assistant", "content": found[-1]["text"]})
+    return found
 
 
 def measure(engine, prompt, args):
@@ -102,6 +77,7 @@ def measure(engine, prompt, args):
             needed = break_even(rounds, round_costs(engine, request))
             found["break_even"] = needed and needed[3]
             found["same"] &= drafted.tokens == plain.tokens
+    found["text"] = plain.text
     found["distinct"] = len(set(plain.tokens)) / max(1, len(plain.tokens))
     found["longest_run"] = max((len(list(same)) for _, same in groupby(plain.tokens)), default=0)
     return found
@@ -136,6 +112,15 @@ def summary(kind, found):
         "break_even_tau": average("break_even"), "is_lossless": all(one["same"] for one in found),
         "distinct_ratio": average("distinct"), "longest_run": max(one["longest_run"] for one in found),
     }  # fmt: skip
+
+
+def comma_separated(found):
+    """The measurement as CSV: a line for each row, each with what was run; an unknown value is empty."""
+    shared, out = {name: value for name, value in found.items() if name != "rows"}, io.StringIO()
+    lines = csv.DictWriter(out, [*found["rows"][0], *shared], lineterminator="\n")
+    lines.writeheader()
+    lines.writerows(row | shared for row in found["rows"])
+    return out.getvalue()
 
 
 def table(found):

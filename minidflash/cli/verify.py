@@ -8,9 +8,9 @@ import numpy as np
 
 from ..errors import UserError
 from ..run import generate
-from .bench import read_prompts
 from .generate import open_engine
 from .ladder import gpu_functions
+from .prompts import read_prompts
 from .terminal import write, write_lines
 
 # Optional arguments with which a row has a kernel of its own on a GPU: it is run without them too.

@@ -10,11 +10,11 @@ from ..errors import UserError
 from ..loop import rounds_of
 from ..request import Request
 from ..stats import Timing
-from .bench import read_prompts
 from .equations import check_known
 from .findings import Place, by_stage, compare, table
 from .generate import open_engine
 from .options import load_keywords
+from .prompts import read_prompts
 from .terminal import json_line, say, write, write_lines
 from .watch import watching
 from .witness import Witness

@@ -220,9 +220,11 @@ VARIANTS = [*((name, {}) for name in PRODUCTS if name not in ("sample", "propose
 
 
 def builds(arch):
-    """Cuts and token tiles of a kernel: all for sm_90a; else the widest, which takes most registers."""
-    is_all = FULL or arch == "sm_90a"
-    return itertools.product(COMPILED, split.TOKEN_TILES if is_all else split.TOKEN_TILES[-1:])
+    """Cuts and token tiles of a kernel: the widest, which take most registers, and on sm_90a all of one cut;
+    all with MINIDFLASH_FULL=1."""
+    for cut, tiles in itertools.product(COMPILED, split.TOKEN_TILES):
+        if FULL or tiles == split.TOKEN_TILES[-1] or (arch == "sm_90a" and cut == COMPILED[0]):
+            yield cut, tiles
 
 
 @needs_nvrtc

@@ -1,7 +1,7 @@
 """What others take for the same step: the public `dflash` loop on transformers,
 and transformers' own generate.
 
-    PYTHONPATH=dflash-0.1.0-py3-none-any.whl python bench/peer.py [--context 2048] [--tokens 48]
+    PYTHONPATH=dflash-0.1.0-py3-none-any.whl python bench/peers/gpu.py [--context 2048] [--tokens 48]
 
 Random weights of Qwen3-8B shape, bf16, made on the GPU; their drafts are all rejected, so a step of dflash is
 a draft and a verify pass. The wheel alone is enough, without what it asks for. PYTHONPATH must not name this
@@ -10,8 +10,12 @@ Writes bench/results/peer.json.
 """
 
 import argparse
+import sys
 import time
+from pathlib import Path
 from statistics import median
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import record
 import torch
