@@ -14,6 +14,8 @@ import httpx
 import pytest
 
 import minidflash as md
+from minidflash.cli import make_parser
+from minidflash.cli.serve import open_batch
 from tests.serve_soak import PATH, body_of, soak
 from tests.served import LAW, PROMPT, Running, build, opened
 from tests.test_cli_process import ROOT, start
@@ -104,18 +106,20 @@ def test_what_cannot_be_served_is_said_in_one_line(mdf, monkeypatch, tmp_path, f
     with socket.create_server(("127.0.0.1", 0)) as taken:
         code, out, err = mdf("serve", "--port", taken.getsockname()[1])
     assert (code, out) == (3, "") and "Address already in use\n  hint: --port N" in err
-    code, _, err = mdf("serve", "--port", 0, "--api-key", "")
-    assert code == 2 and "the key is empty, and would let everyone in\n  hint: leave out --api-key" in err
-    monkeypatch.setenv("MINIDFLASH_API_KEY", " ")
-    assert mdf("serve", "--port", 0)[0] == 2
+    nothing = ["--port", 0, "--target", tmp_path]
+    for given, key in ([], " "), (["--api-key", ""], "good"):
+        monkeypatch.setenv("MINIDFLASH_API_KEY", key)
+        code, _, err = mdf("serve", *nothing, *given)
+        assert code == 2 and "the key is empty, and would let everyone in\n  hint: leave out --api-key" in err
     monkeypatch.delenv("MINIDFLASH_API_KEY")
-    assert mdf("serve", "--port", 0, "--temperature", 1)[0] == 2
-    code, _, err = mdf("serve", "--port", 0, "--target", tmp_path)  # found out while it listens
+    assert mdf("serve", *nothing, "--temperature", 1)[0] == 2
+    code, _, err = mdf("serve", *nothing)  # found out while it listens
     assert code == 2 and "Traceback" not in err and err.startswith("minidflash: ")
     target, _ = build(tmp_path / "no-words")
     (target / "tokenizer.json").unlink()
-    code, _, err = mdf("serve", "--port", 0, "--target", target, "--ctx", 64)
-    assert code == 2 and "no tokenizer.json, and clients send text" in err
+    args = make_parser().parse_args(["serve", "--target", str(target), "--ctx", "64"])
+    with pytest.raises(md.UserError, match=r"no tokenizer\.json, and clients send text"):
+        open_batch(args)
 
 
 def test_a_missing_package_is_named():
