@@ -135,7 +135,9 @@ def lossless(results, where, names):
 def acceptance(results, card):
     """How far into a block drafts are kept (of the runs that lossless compares)."""
     found = of_card(results, "lossless-embedded", card)
+    differing = of(found["differing"], found["runs"])
     yield from begin("How deep into a block drafts are kept, embedded pair, block 16", found)
+    yield from prose(f"Of the runs at block 16; {differing} runs differ from plain decoding.")
     yield from picture(f"acceptance-{card}", "Share of rounds that keep a position, by kind of prompt")
 
 

@@ -15,8 +15,8 @@ SM90, *SM100 = ARCHES.values()
 
 
 def cards(turn):
-    """The cards that a variant of a .cu is compiled for: sm_90a, and by turns one of the two others, whose
-    instructions are the same; all with MINIDFLASH_FULL=1. test_compile has every .cu on all."""
+    """The cards that a .cu is compiled for: sm_90a, and by turns one of the two others, which no source tells
+    apart (test_compile); all with MINIDFLASH_FULL=1."""
     return [SM90, *SM100] if FULL else [SM90, SM100[turn % len(SM100)]]
 
 

@@ -50,8 +50,8 @@ __device__ __forceinline__ int first_where(int count, Claim claim) {
 }
 
 /* One slot: the longest prefix of drafts that the target agrees with, its own token behind, budget and stops.
- * drafts: (slots, B). choice: (slots, width). stop: (slots, X). record: (slots, RECORD_TOKENS + 2B). kept: rows
- * that are committed. */
+ * drafts: (slots, B). choice: (slots, width). stop: (slots, X). record: (slots, RECORD_TOKENS + 2B). kept:
+ * rows that are committed. */
 extern "C" __global__ void accept(const int* drafts, const int* choice, const int* stop, int* start,
                                   int* anchor, int* fresh, int* left, int* done, int* record, int* kept,
                                   int width, int B, int X) {

@@ -17,7 +17,7 @@ import pytest
 from minidflash.kernels import compiler, diskcache, launch, source
 
 from minidflash.errors import UserError
-from tests.disassembly import assert_instructions, disassemble, disassemble_all
+from tests.disassembly import SM90, SM100, assert_instructions, cards, disassemble, disassemble_all
 
 SAMPLES = Path(__file__).parent / "samples"
 needs_nvrtc = pytest.mark.skipif(
@@ -25,18 +25,28 @@ needs_nvrtc = pytest.mark.skipif(
 )
 
 
-def arches_of(path):
-    """The cards a file is for: _sm90 and _sm100 files name theirs, the others run on all."""
+def arches_of(path, turn):
+    """The cards a file is compiled for: _sm90 and _sm100 files name theirs, the others run on all."""
     if path.stem.endswith("_sm90"):
-        return ["sm_90a"]
-    if path.stem.endswith("_sm100"):
-        return ["sm_100a", "sm_103a"]
-    return list(compiler.ARCHES.values())
+        return [SM90]
+    return SM100 if path.stem.endswith("_sm100") else cards(turn)
 
 
 def pairs():
     files = sorted(source.CUDA_FOLDER.glob("*.cu")) + sorted(SAMPLES.glob("*.cu"))
-    return [pytest.param(path, arch, id=f"{path.stem}-{arch}") for path in files for arch in arches_of(path)]
+    return [
+        pytest.param(path, arch, id=f"{path.stem}-{arch}")
+        for turn, path in enumerate(files)
+        for arch in arches_of(path, turn)
+    ]
+
+
+def test_no_source_tells_two_cards_apart():
+    """So that what one compiles, the other does: they take turns in the tests below."""
+    for path in source.CUDA_FOLDER.iterdir():
+        assert not re.search(r"SM10[03]|SM_10[03]|\b10[03]0\b", source.strip_comments(path.read_text())), (
+            path.name
+        )
 
 
 @needs_nvrtc
