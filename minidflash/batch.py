@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from typing import Any
@@ -200,7 +201,8 @@ class Batch:
         """Cancelled requests go, with what was not given out yet."""
         while self._cancelled:
             handle = self._cancelled.popleft()
-            self._waiting = deque(one for one in self._waiting if one is not handle)
+            with suppress(ValueError):
+                self._waiting.remove(handle)  # in place: another thread may submit meanwhile
             self._ready = deque(one for one in self._ready if one.handle is not handle)
             for lane in [one for one in (*self._joining, *self._running) if one.handle is handle]:
                 self._free_slot(lane)
