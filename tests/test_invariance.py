@@ -65,7 +65,7 @@ def prefilled(engine, ids, monkeypatch):
     request = Request.of(engine, ids, {"max_tokens": 4, "block": 8, "verify": 8})
     s = reserve(engine, request)
     try:
-        ((first, _),) = loop.prefill(engine, s, request)
+        ((first, *_),) = loop.prefill(engine, s, request)
     finally:
         release(engine)
         monkeypatch.undo()
