@@ -257,8 +257,9 @@ def head(backend, x, pick, norm, eps, w, limit, ids, margin, work):
 
     if margin is None:
         return launch(backend, "head_fast.cu", "head_fast", tiles, cut, w, len(pick), args, is_normed=True)
-    name = "head_margin_fast"
-    return launch(backend, f"{name}.cu", name, tiles, cut, w, len(pick), args, is_normed=True)
+    return launch(
+        backend, "head_margin_fast.cu", "head_margin_fast", tiles, cut, w, len(pick), args, is_normed=True
+    )
 
 
 def _room(w, work, rows):
