@@ -77,7 +77,8 @@ def compare_call(engine, s, g, k, fresh):
     ops, config, B = engine.ops, engine.drafter.config, s.block
     get = {name: g[name] for name in g if name.startswith(f"s{k}.")}
     start = int(ops.download(s.start)[0])
-    assert relative(ops.download(s.taps)[:fresh], get[f"s{k}.target_hidden"]) < CLOSE
+    taps = s.taps if k else s.prompt_taps
+    assert relative(ops.download(taps)[:fresh], get[f"s{k}.target_hidden"]) < CLOSE
     assert np.abs(real(ops.download(s.features)[:fresh]) - get[f"s{k}.fused"]).max() < NORMED
     spy = Spy(ops, s.draft_rows)
     draft.draft(spy, engine, s, loop.device_ids(ops, range(1, B)))

@@ -61,10 +61,10 @@ def test_inside_of_a_golden_drafter(ops, pair, tmp_path):
     try:
         count = len(ids)
         rows = s.rows.first(count)
-        ops.upload(s.taps[:count], g["s0.target_hidden"])
+        ops.upload(s.prompt_taps[:count], g["s0.target_hidden"])
         ops.upload(rows.slot, np.zeros(count, np.int32))
         ops.upload(rows.pos, np.arange(count, dtype=np.int32))
-        draft.inject(ops, engine.drafter, s, s.taps[:count], rows.slot, rows.pos)
+        draft.inject(ops, engine.drafter, s, s.prompt_taps[:count], rows.slot, rows.pos)
         for buffer, value in (
             (s.start, count),
             (s.anchor, g["b8.p1.first_token"][0]),
