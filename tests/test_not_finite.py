@@ -101,5 +101,5 @@ def test_the_command_line_prints_what_came_and_says_why(tmp_path, mdf):
     code, out, err = mdf(*args, "--json", "--logprobs", "--trace", trace)
     assert code == 1 and out == "" and "not finite" in err
     assert [
-        json.loads(line, parse_constant=pytest.fail)["ids"] for line in trace.read_text().splitlines()
+        json.loads(line, parse_constant=pytest.fail)["ids"] for line in trace.read_text().splitlines()[1:]
     ] == [[20]]
