@@ -53,11 +53,8 @@ class Ahead:
         self.engine, self.s, self.request, self._anchor = engine, s, request, first
         self._widths = iter(request.widths[number]) if request.widths else None
         self._begun, self._planned = 0, None  # rounds; the width of the next one, where it has been asked for
-        self.committed, self._waiting, self._started = (
-            1,
-            0,
-            deque(),
-        )  # waiting: context features, as s.fresh says
+        self.committed, self._waiting = 1, 0  # waiting: context features, as s.fresh says
+        self._started = deque()
         self._is_alike = engine.ops.for_prefill is engine.ops  # rows have the bits of a prompt's
         rows = s.rows.experts
         self._touched = [rows.touched] if rows else []

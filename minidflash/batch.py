@@ -108,7 +108,7 @@ class Batch:
         self.ctx = batch_context(engine, self.slots, self.ctx, self.block if self._drafts else 1)
         self._shape = Shape(self.slots, self.ctx, self.block, self._drafts)
         self._width = SharedWidth(self.block)
-        self._state, self._free = None, list(range(self.slots))
+        self._state, self._parts, self._free = None, {}, list(range(self.slots))
         self._waiting, self._joining, self._running = deque(), deque(), []
         self._ready, self._cancelled = deque(), deque()
 
@@ -173,12 +173,12 @@ class Batch:
 
     def _take(self):
         """The engine's buffers; no slot of them is in use."""
-        self._state = hold(self.engine, self._shape)
+        self._state, self._parts = hold(self.engine, self._shape), {}  # lanes -> the buffers cut to them
         self.engine.ops.upload(self._state.done, np.full(self.slots, STOPPED, np.int32))
 
     def _let_go(self):
         if self._state is not None:
-            self._state = None
+            self._state, self._parts = None, {}
             release(self.engine)
 
     def _admit(self):
@@ -258,7 +258,9 @@ class Batch:
         """One round of all lanes that decode."""
         lanes, s = list(self._running), self._state
         count = min(self.slots, next(n for n in LANES if n > max(lane.slot for lane in lanes)))
-        part, schedules = s.first(count), [lane.schedule for lane in lanes]
+        if count not in self._parts:
+            self._parts[count] = s.first(count)
+        part, schedules = self._parts[count], [lane.schedule for lane in lanes]
         width = self.verify if self.verify != "auto" else self._width.choose(count, schedules)
         is_injecting = self._drafts and (width > 1 or max(lane.waiting for lane in lanes) == s.block)
         choice = max((lane.handle.request.sampling.choice for lane in lanes), key=CHOICES.index)

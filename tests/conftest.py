@@ -1,7 +1,10 @@
 """Fixtures of all tests: `ops` on every backend with both activation types, seeds, golden folders."""
 
+import importlib
 import os
+import sys
 from functools import lru_cache
+from pathlib import Path
 
 # The oracle's matrices are small, and NumPy's threads spin: two test processes on two cores took 37 s for
 # what takes 14.
@@ -153,3 +156,12 @@ def mdf(capsys):
         return code, out, err
 
     return call
+
+
+@pytest.fixture(scope="module")
+def bench():
+    """bench/NAME.py as a module, by name: they are scripts beside each other, not a package."""
+    folder = str(Path(__file__).resolve().parent.parent / "bench")
+    sys.path.insert(0, folder)
+    yield importlib.import_module
+    sys.path.remove(folder)

@@ -6,10 +6,11 @@ so a backend needs one small kernel to read it.
 """
 
 from collections import Counter
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+
+from minidflash.cli.watch import standing_in
 
 
 def copy_drafts(guess, start, drafted_rows, drafts):
@@ -86,16 +87,9 @@ class Replay:
         return accepted if start + accepted + 1 < self.known else None
 
 
-@contextmanager
 def proposing(engine, propose):
     """The engine drafts by `propose` inside; its recorded programs are dropped on both sides."""
-    kept, engine.draft = engine.draft, propose
-    engine.programs.clear()
-    try:
-        yield propose
-    finally:
-        engine.draft = kept
-        engine.programs.clear()
+    return standing_in(engine, "draft", propose)
 
 
 def histogram(rounds):

@@ -1,9 +1,7 @@
 """The pictures in docs/: drawn from results alone, readable in light and dark, and true to scale."""
 
-import importlib
 import json
 import re
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -14,14 +12,6 @@ BENCH, DOCS = ROOT / "bench", ROOT / "docs"
 LESSON = {"round.svg", "run.svg"}
 SVG = "{http://www.w3.org/2000/svg}"
 LETTERS = {"bold": 9.0, "small": 6.6, "": 8.4}  # pixels of a letter, rather too many
-
-
-@pytest.fixture(scope="module")
-def bench():
-    """bench/NAME.py as a module, by name."""
-    sys.path.insert(0, str(BENCH))
-    yield importlib.import_module
-    sys.path.remove(str(BENCH))
 
 
 @pytest.fixture

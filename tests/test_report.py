@@ -1,7 +1,6 @@
 """What README and bench/MEASURED.md claim: computed from clean results, each with its source,
 and nothing beside them."""
 
-import importlib
 import json
 import re
 import subprocess
@@ -16,14 +15,6 @@ from minidflash import sampling
 ROOT = Path(__file__).resolve().parent.parent
 BENCH = ROOT / "bench"
 NUMBER = re.compile(r"(?<![\w.-])-?\d[\d,]*(?:\.\d+)?(?![\w-])")
-
-
-@pytest.fixture(scope="module")
-def bench():
-    """bench/NAME.py as a module, by name: they are scripts beside each other, not a package."""
-    sys.path.insert(0, str(BENCH))
-    yield importlib.import_module
-    sys.path.remove(str(BENCH))
 
 
 @pytest.fixture

@@ -4,11 +4,11 @@ The hook of the plain backend.
 What a fast file offers is entered here; the backend (kernels/gpu/__init__.py) asks in this order:
 
 * `pack(backend, parts, role, experts)` when a weight is made. `pack` returns Weight(layout="packed") or
-  None: then the weight stays plain, (rows, cols). It is only asked when activations are bf16 and all
-  parts are BF16 or all MXFP4. Inside, `backend.raw(parts)` is a device array u16 (rows, cols) with the
-  parts stacked, in a temporary that the next `raw` may reuse: the stream's order is enough, nothing
-  waits. The packed array comes from `backend.empty(shape, np.uint16)`; its first axis counts groups of 16
-  rows, so that Weight.slice works.
+  None: then the weight stays plain, (rows, cols). It is only asked when all parts are FP8, or when
+  activations are bf16 and all parts are BF16 or all MXFP4. Inside, `backend.raw(parts)` is a device array
+  u16 (rows, cols) with the parts stacked, in a temporary that the next `raw` may reuse: the stream's order
+  is enough, nothing waits. The packed array comes from `backend.empty(shape, np.uint16)`; its first axis
+  counts groups of 16 rows, so that Weight.slice works.
 * `FAST[row](backend, *args)` when a row is called, args in table order. It launches through
   `backend.launch` and returns True, or returns None before any launch to decline; the plain variant then
   runs. It must decline weights whose layout is plain. What it decides may depend on shapes, never on T

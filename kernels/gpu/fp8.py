@@ -2,13 +2,14 @@
 kernels."""
 
 from dataclasses import replace
+from math import prod
 
 import numpy as np
 
+from ..fp8 import BLOCK, SCALE_ROWS, scale_shape
 from ..weight import EXPERT_PAIRS, PAIRS, TILE, Weight
 from .split import CHUNK
 
-SCALE_ROWS, SCALE_K = 8, 128  # that share a scale
 MOST_CHUNKS = 16  # of a step: a lane has each scale
 
 
@@ -40,12 +41,12 @@ def defines(cut, chunks, ahead, cols):
 
 def tile_bytes(cols):
     """Of a packed row tile: fp8_tile of fp8.cuh."""
-    return 1024 * pieces(cols, 2 * CHUNK) + 128 * pieces(8 * pieces(cols, SCALE_K), 128)
+    return 1024 * pieces(cols, 2 * CHUNK) + 128 * pieces(8 * pieces(cols, BLOCK), 128)
 
 
 def scale_count(rows, cols):
     """Of rows x cols codes."""
-    return pieces(rows, SCALE_ROWS) * pieces(cols, SCALE_K)
+    return prod(scale_shape(rows, cols, SCALE_ROWS))
 
 
 def pack(backend, parts, role, experts=0):

@@ -109,14 +109,22 @@ class Eager:
 
 
 @contextmanager
-def watching(engine):
-    """Inside, the engine's calls are kept: yields the list of Calls. Its programs are dropped on both
+def standing_in(engine, name, value):
+    """Inside, this is the engine's attribute; its programs, recorded with the other, are dropped on both
     sides."""
-    kept, calls = engine.ops, []
-    engine.ops = Watched(kept.backend, calls)
+    kept = getattr(engine, name)
+    setattr(engine, name, value)
     engine.programs.clear()
     try:
-        yield calls
+        yield value
     finally:
-        engine.ops = kept
+        setattr(engine, name, kept)
         engine.programs.clear()
+
+
+@contextmanager
+def watching(engine):
+    """Inside, the engine's calls are kept: yields the list of Calls."""
+    calls = []
+    with standing_in(engine, "ops", Watched(engine.ops.backend, calls)):
+        yield calls

@@ -10,8 +10,9 @@ from minidflash.kernels.table import GELU_TANH, SILU, role_of
 
 from tests.cases import Make, check, run
 from tests.compare import assert_same_bits, real
-from tests.conftest import open_or_skip, parameters
+from tests.conftest import open_or_skip
 from tests.disassembly import assert_instructions, cards, disassemble_all
+from tests.fast_rows import C_NORMED, C, on_gpu_backends
 from tests.kernels import (
     test_fuse,
     test_gate_up,
@@ -22,11 +23,6 @@ from tests.kernels import (
     test_rows,
 )
 from tests.kernels.test_compile import needs_nvrtc
-
-# C_NORMED: the norm's weights are multiplied in before the product and that is rounded,
-# half of 2^-7 of each term.
-C, C_NORMED = 16, 2**15
-on_gpu_backends = pytest.mark.parametrize("ops", parameters(["emulate", "cuda"], ["bf16"]), indirect=True)
 
 
 @pytest.fixture(params=prefill.TILES)

@@ -6,7 +6,7 @@ import pytest
 from tests.cases import check, grouped, run
 from tests.compare import assert_same_bits
 from tests.conftest import parameters
-from tests.fast_rows import C_NORMED, C, Fast, fast_check
+from tests.fast_rows import C_NORMED, C, Fast, fast_check, on_gpu_backends
 from tests.kernels import (
     test_experts_down,
     test_experts_up,
@@ -20,7 +20,6 @@ from tests.kernels import (
 )
 from tests.kernels.test_fast_prefill import Prompt, frame, prompt_check  # noqa: F401 a fixture
 
-on_gpu_backends = pytest.mark.parametrize("ops", parameters(["emulate", "cuda"], ["bf16"]), indirect=True)
 on_gpu_backends_in_f32 = pytest.mark.parametrize(
     "ops", parameters(["emulate", "cuda"], ["f32"]), indirect=True
 )
