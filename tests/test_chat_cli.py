@@ -107,11 +107,14 @@ class Terminal:
         )  # fmt: skip
         os.close(end)
 
-    def wait(self, pattern):
-        """Read until the pattern is shown behind what earlier waits found."""
-        until = time.monotonic() + 100
+    def wait(self, pattern, again="", every=5):
+        """Read until the pattern is shown behind what earlier waits found. again: typed every so many seconds."""
+        until, then = time.monotonic() + 100, time.monotonic() + every
         while not (found := re.search(pattern, self.shown)):
             assert time.monotonic() < until, self.shown[-2000:]
+            if again and time.monotonic() > then:
+                then += every
+                self.type(again)
             if select.select([self._in], [], [], 1)[0]:
                 try:
                     data = os.read(self._in, 65536)
@@ -143,8 +146,8 @@ def test_ctrl_c_stops_a_reply_and_keeps_what_was_said(endless):
     terminal = Terminal(endless)
     terminal.wait("/help lists the commands")
     terminal.wait("> ")
-    terminal.type("\x03")  # at the prompt
-    terminal.wait("> ")
+    terminal.type("\x03")  # at the prompt: one that comes between it and the wait for a line is seen with the next
+    terminal.wait("> ", again="\x03")
     terminal.type("t9\n")
     terminal.wait("(t20 ){5}")
     terminal.type("\x03")
