@@ -32,6 +32,11 @@ class HostBackend:
         """Copy host values into a buffer of ours."""
         buffer[...] = values
 
+    def copy(self, source, target):
+        """Copy rows between buffers of ours, behind all that was launched before. Equal shapes and types; of
+        either one may be a part, as long as what lies in one of its rows is contiguous."""
+        target[...] = source
+
     def download(self, buffer):
         """Host copy of a buffer."""
         return buffer.copy()

@@ -1,6 +1,6 @@
 """Ops: every kernel of the table as a method. Checks the arguments against the row, then calls the backend.
 
-A backend is an object with `name`, `activations`, `array`, `upload`, `download`, `weight`, `compile` (a list
+A backend is an object with `name`, `activations`, `array`, `upload`, `download`, `copy`, `weight`, `compile` (a list
 of checked calls -> something with `launch()`), `start` (launch a program, fetch buffers) with `rounds_ahead`,
 the programs that may be started before the first one's result is asked for, `lost_by_fork`, and one function
 a row. What a call costs is the backend's: `record` checks once and replays without checking,
@@ -37,6 +37,7 @@ class Ops:
         self.name = backend.name
         self.activations = backend.activations
         self.array, self.upload, self.download = backend.array, backend.upload, backend.download
+        self.copy = backend.copy
         self.weight, self.start, self.rounds_ahead = backend.weight, backend.start, backend.rounds_ahead
         # Only a backend that copies weights elsewhere has it.
         self.read_ahead = getattr(backend, "read_ahead", lambda weights: None)

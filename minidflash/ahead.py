@@ -1,76 +1,78 @@
-"""Rounds recorded once and started ahead: a GPU has the next round to do while the host reads this one."""
+"""Rounds of lanes side by side, recorded once and started ahead: a GPU has the next round to do while the host
+reads this one."""
 
 import os
 import time
 from collections import deque
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 from typing import Any
 
 import numpy as np
 
-from minidflash.kernels.record import Record
+from minidflash.kernels.record import STOPPED, Record
 
 from . import target
-from .state import device_ids
-from .stats import Detail
+from .invariants import check
+from .state import copy_slot, device_ids
+from .stats import Detail, Round
 
-
-@dataclass
-class Started:
-    """A round that was read. injected: context features it injected, None: it let them wait.
-    cost: seconds of its work.
-
-    seconds: since the last one was read, or cost where that is more. experts: distinct ones that its verified
-    rows went through, a layer; None where the target has none. detail: as in Round.
-    """
-
-    width: int
-    injected: int | None
-    record: Record
-    cost: float
-    seconds: float
-    logprobs: list | None
-    experts: float | None
-    detail: Detail | None
+LANES = 1, 2, 4, 8, 16, 24, 32, 48, 64  # that rounds are recorded for
+CHOICES = "likeliest", "ranked", "drawn", "scored"  # how tokens are chosen: each does what those before it do
 
 
 @dataclass
 class UnderWay:
-    """A round that was started. result: waits, and gives its cost and copies of what `read` names.
-    clock: of its program."""
+    """A round that was started. slots: of its lanes, which may move since. count: slots that it runs on.
+
+    result: waits, and gives its cost and copies of what `read` names. clock: of its program.
+    """
 
     width: int
     is_injecting: bool
+    count: int
+    slots: dict
     result: Any
     read: tuple
     clock: Any
 
 
 class Ahead:
-    """The rounds of sample `number`, in order, from its first token on. committed: its tokens so far."""
+    """The rounds of lanes that share a State.
 
-    def __init__(self, engine, s, request, number, first):
-        self.engine, self.s, self.request, self._anchor = engine, s, request, first
-        self._widths = iter(request.widths[number]) if request.widths else None
+    lanes: those that decode; whoever owns this adds one that has begun, between rounds. free: heap of the
+    slots that nobody has. shared: SharedWidth of lanes side by side; None: they are one text alone, whose
+    schedule and replay choose the rows, and which counts its experts.
+    """
+
+    def __init__(self, engine, s, free, shared=None):
+        self.engine, self.s, self.free, self.shared = engine, s, free, shared
+        self.lanes, self._started, self._parts = [], deque(), {s.slots: s}
         self._begun, self._planned = 0, None  # rounds; the width of the next one, where it has been asked for
-        self.committed, self._waiting = 1, 0  # waiting: context features, as s.fresh says
-        self._started = deque()
         self._is_alike = engine.ops.for_prefill is engine.ops  # rows have the bits of a prompt's
-        rows = s.rows.experts
+        rows = s.rows.experts if shared is None else None
         self._touched = [rows.touched] if rows else []
         self._seen = [int(engine.ops.download(rows.touched)[0])] if rows else []
-        self._most = 0 if os.environ.get("MINIDFLASH_CHECK") == "1" else engine.ops.rounds_ahead
+        self._is_checked = os.environ.get("MINIDFLASH_CHECK") == "1"
+        self._most = 0 if self._is_checked else engine.ops.rounds_ahead
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
+        self.close()
+
+    def close(self):
         """What was started and is not wanted: its copies end before their memory is another's."""
         for one in self._started:
             one.result()
+        self._started.clear()
 
     def next(self):
-        """Start what can be started, then wait for the oldest: a Started."""
+        """Start what can be started, then wait for the oldest round, and tell its lanes what it did.
+
+        Returns its seconds: since the call, or of its work where that took longer.
+        """
         since = time.perf_counter()
         while len(self._started) <= self._most and self._start():
             pass
@@ -78,21 +80,60 @@ class Ahead:
         cost, *copies = one.result()
         read = dict(zip(one.read, copies, strict=True))
         experts = self._distinct(read["touched"]) if self._touched else None
-        record = Record.of(read["record"][0])
-        injected = self._waiting if one.is_injecting else None
-        detail = self._detail(one, read, injected or 0) if self.request.trace else None
-        self._waiting = record.emitted + (0 if one.is_injecting else self._waiting)
-        self.committed += record.emitted
-        self._anchor = record.tokens[-1] if record.tokens else None
-        if record.emitted and self._is_alike:
-            self.s.prefix.follow(record.tokens, self._waiting if self.request.drafts else None)
-        logprobs = read["logprob"][: record.emitted].tolist() if "logprob" in read else None
+        if self.shared is not None:
+            self.shared.learn(one.count, one.width, cost)
         seconds = max(cost, time.perf_counter() - since)
-        return Started(one.width, injected, record, cost, seconds, logprobs, experts, detail)
+        for lane, slot in one.slots.items():
+            if not lane.is_over:
+                self._tell(lane, slot, one, read, cost, Round([], seconds=seconds, experts=experts))
+                if lane.is_over:
+                    self.leave(lane)
+        return seconds
 
-    def _detail(self, one, read, injected):
-        start, margins = len(self.request.ids) + self.committed - 1, read.get("margin")
-        return Detail.of(self._anchor, start, injected, read["choice"], margins, one.clock.read())
+    def join(self, lane):
+        """A lane that has begun is in the next round that starts, if its first token did not end it."""
+        if lane.is_over:
+            self.leave(lane)
+        else:
+            self.lanes.append(lane)
+
+    def leave(self, lane):
+        """A lane ends, or never begins: rounds pass its slot over until the next text has settled there."""
+        lane.is_over = True
+        if lane in self.lanes:
+            self.lanes.remove(lane)
+        self._vacate(lane.slot)
+
+    def _vacate(self, slot):
+        self.engine.ops.upload(self.s.done[slot : slot + 1], np.full(1, STOPPED, np.int32))
+        heappush(self.free, slot)
+
+    def _tell(self, lane, slot, one, read, cost, found):
+        """A lane takes in what a round did to its slot. found: its Round so far."""
+        record, request = Record.of(read["record"][slot]), lane.request
+        if not record.emitted:  # not even the first of its rows had finite logits
+            lane.break_off()
+            return
+        own = slice(slot * one.width, (slot + 1) * one.width)
+        injected = lane.waiting if one.is_injecting else None
+        if request.trace:
+            margins = read["margin"][own] if "margin" in read else None
+            found.detail = Detail.of(
+                lane.anchor, lane.start, injected or 0, read["choice"][own], margins, one.clock.read()
+            )
+        lane.waiting = record.emitted + (0 if one.is_injecting else lane.waiting)
+        lane.committed += record.emitted
+        lane.anchor = record.tokens[-1]
+        if self._is_alike:
+            lane.prefix.follow(record.tokens, lane.waiting if request.drafts else None)
+        lane.schedule.learn(one.width, record.accepted, record.emitted, cost)
+        if self._is_checked:
+            check(self.engine, self._parts[one.count], lane, record, slot, injected)
+        found.tokens, found.drafted, found.accepted = record.tokens, record.drafts, record.accepted
+        found.verify, found.sample = one.width, lane.number
+        if request.sampling.logprobs:
+            found.logprobs = read["logprob"][own][: record.emitted].tolist()
+        lane.take(found, record.why, self.engine.is_interrupted)
 
     def _distinct(self, counter):
         """Experts a layer since the last round was read; the counter goes on for ever, and round."""
@@ -102,40 +143,76 @@ class Ahead:
 
     def _start(self):
         """Start one round more; False where it is not needed, or what is under way decides what it does."""
-        engine, s, request = self.engine, self.s, self.request
-        width, coming = self._width(), sum(one.width for one in self._started)
-        is_plain = request.drafts and width == 1  # whether it injects depends on what those before it commit
-        if self._started and (self.committed + coming >= request.max_tokens or is_plain):
+        engine, lanes = self.engine, self.lanes
+        if not lanes:
             return False
-        is_injecting = request.drafts and (width > 1 or self._waiting == s.block)
-        keys = len(request.ids) + self.committed + coming + s.block
-        read = {"record": s.record}
-        if request.sampling.logprobs:
-            read["logprob"] = s.logprob[:width]
-        if request.trace:
-            read["choice"] = s.choice[:width]
-        if request.choice == "ranked":
-            read["margin"] = s.margin[:width]
+        ends = [lane.committed + self._coming(lane) for lane in lanes]  # at most
+        count = self._close_ranks()
+        width, drafts, is_traced = self._width(count), lanes[0].request.drafts, lanes[0].request.trace
+        is_plain = drafts and width == 1  # whether it injects depends on what those before it commit
+        is_needed = any(lane.request.max_tokens > end for lane, end in zip(lanes, ends, strict=True))
+        if self._started and (is_plain or not is_needed):
+            return False
+        if count not in self._parts:
+            self._parts[count] = self.s.first(count)
+        part = self._parts[count]
+        is_injecting = drafts and (width > 1 or max(lane.waiting for lane in lanes) == part.block)
+        choice = max((lane.request.choice for lane in lanes), key=CHOICES.index)
+        keys = [len(lane.request.ids) + end + part.block for lane, end in zip(lanes, ends, strict=True)]
+        read = {"record": part.record}
+        if choice == "scored":
+            read["logprob"] = part.logprob[: count * width]
+        if is_traced:
+            read["choice"] = part.choice[: count * width]
+        if choice == "ranked":
+            read["margin"] = part.margin[: count * width]
         if self._touched:
             read["touched"] = self._touched[0]
-        s.prefix.write(keys)
-        how = request.drafts, width, is_injecting, request.choice
-        recorded = program(engine, s, how, keys, self._turn())
+        for lane, most in zip(lanes, keys, strict=True):
+            lane.prefix.write(most)
+        how = drafts, width, is_injecting, choice
+        turn = self._begun % (self._most + 1) if is_traced else None  # a clock that no round under way has
+        recorded = program(engine, part, how, max(keys), turn)
         result = engine.ops.start(recorded, *read.values())
-        self._started.append(UnderWay(width, is_injecting, result, tuple(read), recorded.clock))
+        slots = {lane: lane.slot for lane in lanes}
+        self._started.append(
+            UnderWay(width, is_injecting, count, slots, result, tuple(read), recorded.clock)
+        )
         self._begun, self._planned = self._begun + 1, None
         return True
 
-    def _width(self):
+    def _width(self, count):
         """Rows that the next round verifies."""
-        if self._widths is None:
-            return self.engine.schedule.choose(self.request)
-        self._planned = self._planned or next(self._widths, 1)
-        return self._planned
+        lane = self.lanes[0]
+        if lane.widths is not None:
+            self._planned = self._planned or next(lane.widths, 1)
+            return self._planned
+        if self.shared is None or lane.request.verify != "auto":
+            return lane.schedule.choose(lane.request)
+        return self.shared.choose(count, [lane.schedule for lane in self.lanes])
 
-    def _turn(self):
-        """Which of the clocks a traced round has: one that no round under way has."""
-        return self._begun % (self._most + 1) if self.request.trace else None
+    def _coming(self, lane):
+        """Tokens of a lane that are under way, at most."""
+        return sum(one.width for one in self._started if lane in one.slots)
+
+    def _close_ranks(self):
+        """How many slots the next round runs on; lanes move into free ones where those are fewer then."""
+        count = self._count(len(self.lanes))
+        moving = [lane for lane in self.lanes if lane.slot >= count]
+        if moving and sum(slot < count for slot in self.free) >= len(moving):
+            for lane in moving:
+                self._move(lane, heappop(self.free))
+        return self._count(1 + max(lane.slot for lane in self.lanes))
+
+    def _move(self, lane, slot):
+        """A lane goes on in another slot, behind the rounds that are under way."""
+        copy_slot(self.engine.ops, self.s, lane.slot, slot, lane.start + self._coming(lane))
+        self._vacate(lane.slot)
+        lane.slot = slot
+
+    def _count(self, slots):
+        """The least slots that rounds are recorded for and that hold so many."""
+        return min(self.s.slots, next(count for count in LANES if count >= slots))
 
 
 def program(engine, s, how, keys, turn=None):
@@ -162,6 +239,7 @@ def prepare(engine, s, request):
     So is the first draw of an engine, and the first round by rejection:
     kernels that only they need are compiled then.
     """
+    several, s = s.slots > 1, s.first(1)
     engine.schedule.begin()
     if request.sampling.choice != "likeliest" and not engine.can_sample:
         since = time.perf_counter()
@@ -173,7 +251,7 @@ def prepare(engine, s, request):
         engine.can_sample = True
         engine.jit_s += time.perf_counter() - since
     is_new = s.mass is not None and request.drafts and not engine.programs
-    is_asked = request.verify == "auto" or (request.trace and request.drafts)
+    is_asked = (request.verify == "auto" and not several) or (request.trace and request.drafts)
     measures = is_asked and not engine.schedule.seconds
     if not (is_new or measures or request.trace):
         return

@@ -4,28 +4,26 @@ import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from heapq import heappop, heappush
+from heapq import heappop
 from typing import Any
 
 import numpy as np
 
-from minidflash.kernels.record import NOT_FINITE, STOPPED, Record
+from minidflash.kernels.record import STOPPED
 
-from .ahead import program
+from .ahead import LANES, Ahead
 from .errors import UserError
 from .fit import batch_context
-from .loop import REASONS, begin, not_finite, prompt_steps
+from .lane import Lane
+from .loop import first_round, prompt_steps
 from .prefix import Prefix
 from .request import Request, Shape, checked, hold, refuse_busy, release
 from .schedule import Schedule, SharedWidth
 from .stats import Round
-from .text import RoundText
 from .values import whole
 
-MOST_SLOTS = 64
-LANES = 1, 2, 4, 8, 16, 24, 32, 48, 64  # that rounds are recorded for
+MOST_SLOTS = LANES[-1]
 SHARED = "block", "verify", "drafter"  # options of the whole batch
-CHOICES = "likeliest", "drawn", "scored"  # how tokens are chosen; each also does what those before it do
 
 
 @dataclass(eq=False, repr=False)
@@ -52,17 +50,11 @@ class Item:
 
 
 @dataclass(eq=False)
-class Lane:
-    """A request in its slot. steps: of its prompt, then its rounds run. committed: its tokens.
-    waiting: context features, as s.fresh says."""
+class Place(Lane):
+    """The lane of a request. steps: of its prompt, then its rounds run. seconds: that the prompt took."""
 
-    handle: Handle
-    slot: int
-    steps: Any
-    texts: RoundText
-    schedule: Schedule
-    committed: int = 1
-    waiting: int = 0
+    handle: Handle | None = None
+    steps: Any = None
     seconds: float = 0.0
 
 
@@ -108,8 +100,8 @@ class Batch:
         self.ctx = batch_context(engine, self.slots, self.ctx, self.block if self._drafts else 1)
         self._shape = Shape(self.slots, self.ctx, self.block, self._drafts)
         self._width = SharedWidth(self.block)
-        self._state, self._parts, self._free = None, {}, list(range(self.slots))
-        self._waiting, self._joining, self._running = deque(), deque(), []
+        self._state = self._ahead = None
+        self._waiting, self._joining = deque(), deque()
         self._ready, self._cancelled = deque(), deque()
 
     def submit(self, prompt, **options):
@@ -173,29 +165,33 @@ class Batch:
 
     def _take(self):
         """The engine's buffers; no slot of them is in use."""
-        self._state, self._parts = hold(self.engine, self._shape), {}  # lanes -> the buffers cut to them
+        self._state = hold(self.engine, self._shape)
+        self._ahead = Ahead(self.engine, self._state, list(range(self.slots)), self._width)
         self.engine.ops.upload(self._state.done, np.full(self.slots, STOPPED, np.int32))
 
     def _let_go(self):
         if self._state is not None:
-            self._state, self._parts = None, {}
+            self._ahead.close()
+            self._state = self._ahead = None
             release(self.engine)
+
+    @property
+    def _running(self):
+        """Lanes that decode."""
+        return self._ahead.lanes if self._ahead else []
 
     def _admit(self):
         """Waiting requests get the lowest free slots, in their order."""
-        while self._waiting and self._free:
+        while self._waiting and self._ahead.free:
             handle = self._waiting.popleft()
-            request = handle.request
-            texts = RoundText(self.engine.tokenizer, request.stop, request.ids, request.raw)
-            if request.max_tokens == 0:
-                self._ready += [
-                    Item(handle, one) for one in texts.push(Round([], finish_reason="length"), True)
-                ]
+            if handle.request.max_tokens == 0:
+                self._end_without_a_token(handle, "length")
                 continue
-            slot = heappop(self._free)
-            own = replace(self._state, prefix=Prefix())
-            steps = prompt_steps(self.engine, own, request, slot)
-            self._joining.append(Lane(handle, slot, steps, texts, Schedule(self.block)))
+            slot = heappop(self._ahead.free)
+            lane = Place.of(self.engine, handle.request, slot, Schedule(self.block), Prefix())
+            own = replace(self._state, prefix=lane.prefix)
+            lane.handle, lane.steps = handle, prompt_steps(self.engine, own, handle.request, slot)
+            self._joining.append(lane)
 
     def _leave(self):
         """Cancelled requests go, with what was not given out yet."""
@@ -205,34 +201,32 @@ class Batch:
                 self._waiting.remove(handle)  # in place: another thread may submit meanwhile
             self._ready = deque(one for one in self._ready if one.handle is not handle)
             for lane in [one for one in (*self._joining, *self._running) if one.handle is handle]:
-                self._free_slot(lane)
+                self._end_lane(lane)
 
     def _end_what_has_not_begun(self):
         """An interruption ends requests that have no token yet; the others end with their next round."""
         for handle in [*(lane.handle for lane in self._joining), *self._waiting]:
-            text = "" if self.engine.tokenizer else None
-            self._ready.append(Item(handle, Round([], text, finish_reason="interrupted")))
+            self._end_without_a_token(handle, "interrupted")
         self._waiting.clear()
         for lane in list(self._joining):
-            self._free_slot(lane)
+            self._end_lane(lane)
 
-    def _free_slot(self, lane):
-        """A lane ends: rounds pass its slot over until the next request has settled there."""
-        lane.steps.close()
-        for lanes in (self._joining, self._running):
-            if lane in lanes:
-                lanes.remove(lane)
-        slot = slice(lane.slot, lane.slot + 1)
-        self.engine.ops.upload(self._state.done[slot], np.full(1, STOPPED, np.int32))
-        heappush(self._free, lane.slot)
+    def _end_without_a_token(self, handle, reason):
+        text = "" if self.engine.tokenizer else None
+        self._ready.append(Item(handle, Round([], text, finish_reason=reason)))
+
+    def _end_lane(self, lane):
+        """A lane ends before its text does."""
+        if lane in self._joining:
+            lane.steps.close()
+            self._joining.remove(lane)
+        self._ahead.leave(lane)
 
     def _drop_all(self):
         self._waiting.clear()
         self._ready.clear()
         self._cancelled.clear()
         self._joining.clear()
-        self._running.clear()
-        self._free = list(range(self.slots))
 
     def _run_chunk(self, lane):
         """The next chunk of a prompt; behind the last one the request decodes."""
@@ -244,64 +238,23 @@ class Batch:
         except StopIteration as end:
             (first,) = end.value
         self._joining.popleft()
-        self._running.append(lane)
-        request, s = lane.handle.request, self._state
-        if first[0] < 0:
-            self._break_off(lane, len(request.ids) - 1)
-            return
-        begin(self.engine, replace(s, prefix=Prefix()), request, 0, first, lane.slot)
-        record = Record.of(self.engine.ops.download(s.record[lane.slot : lane.slot + 1])[0])
-        seconds = lane.seconds + time.perf_counter() - since
-        self._give(lane, Round(record.tokens, seconds=seconds, logprobs=first[1]), record.why)
+        first_round(self.engine, self._state, lane, first, lane.seconds + time.perf_counter() - since)
+        self._ahead.join(lane)
+        self._give(lane)
 
     def _run_round(self):
         """One round of all lanes that decode."""
-        lanes, s = list(self._running), self._state
-        count = min(self.slots, next(n for n in LANES if n > max(lane.slot for lane in lanes)))
-        if count not in self._parts:
-            self._parts[count] = s.first(count)
-        part, schedules = self._parts[count], [lane.schedule for lane in lanes]
-        width = self.verify if self.verify != "auto" else self._width.choose(count, schedules)
-        is_injecting = self._drafts and (width > 1 or max(lane.waiting for lane in lanes) == s.block)
-        choice = max((lane.handle.request.sampling.choice for lane in lanes), key=CHOICES.index)
-        keys = max(lane.handle.prompt_tokens + lane.committed for lane in lanes) + s.block
-        read = part.record, *([s.logprob[: count * width]] if choice == "scored" else [])
-        since = time.perf_counter()
-        how = self._drafts, width, is_injecting, choice
-        cost, records, *logprobs = self.engine.ops.start(program(self.engine, part, how, keys), *read)()
-        self._width.learn(count, width, cost)
-        seconds = max(cost, time.perf_counter() - since)
+        lanes = list(self._running)
+        self._ahead.next()
         for lane in lanes:
-            record = Record.of(records[lane.slot])
-            lane.waiting = record.emitted + (0 if is_injecting else lane.waiting)
-            if not record.emitted:
-                self._break_off(lane, lane.handle.prompt_tokens + lane.committed - 1)
-                continue
-            lane.committed += record.emitted
-            lane.schedule.learn(width, record.accepted, record.emitted, cost)
-            own = lane.slot * width
-            found = Round(record.tokens, None, record.drafts, record.accepted, width, seconds)
-            if lane.handle.request.sampling.logprobs:
-                found.logprobs = logprobs[0][own : own + record.emitted].tolist()
-            self._give(lane, found, record.why)
+            self._give(lane)
 
-    def _give(self, lane, found, why):
-        """A round of a request goes out, as its stops and texts let it; behind its last one the lane goes."""
-        is_cut = why == 0 and self.engine.is_interrupted
-        found.finish_reason = "interrupted" if is_cut else REASONS[why]
-        given = lane.texts.push(found, found.finish_reason is not None)
-        is_over = found.finish_reason is not None or lane.texts.is_stopped
-        self._ready += [Item(lane.handle, one) for one in given]
-        if why == NOT_FINITE and not lane.texts.is_stopped:
-            self._break_off(lane, lane.handle.prompt_tokens + lane.committed - 1)
-        elif is_over:
-            self._free_slot(lane)
-
-    def _break_off(self, lane, position):
-        """A request whose target computes no numbers ends; its neighbours do not notice."""
-        self._ready += [Item(lane.handle, one) for one in lane.texts.finish()]
-        self._ready.append(Item(lane.handle, Round([], "", finish_reason="error"), not_finite(position)))
-        self._free_slot(lane)
+    def _give(self, lane):
+        """What a lane can give goes out; behind it, why it broke off, which its neighbours do not notice."""
+        while lane.given:
+            self._ready.append(Item(lane.handle, lane.given.popleft()))
+        if lane.error is not None:
+            self._ready.append(Item(lane.handle, Round([], "", finish_reason="error"), lane.error))
 
 
 def refuse_alone(options):

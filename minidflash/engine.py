@@ -69,6 +69,7 @@ class Engine:
     state_shape: Any = None
     programs: dict = field(default_factory=dict)
     schedule: Any = None
+    shared: Any = None
     is_busy: bool = False
     is_interrupted: bool = False
     can_sample: bool = False

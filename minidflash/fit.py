@@ -69,16 +69,18 @@ def make_plan(ops, pair, ctx=None, chunk=None, block=None):
     return Plan(ctx, limit, min(chunk, ctx), memory(ctx))
 
 
-def needed(ops, target, drafter, ctx, block=None, chunk=256, weights=0, slots=1):
+def needed(ops, target, drafter, ctx, block=None, chunk=256, weights=0, slots=1, rejects=False):
     """Bytes of what a run on `ops` holds, as Plan.memory.
 
     target, drafter: configs (drafter None: plain decoding). ctx: positions. block: default what the drafter
-    was trained on. weights: their bytes. slots: texts at a time, each of ctx positions. Errors: none.
+    was trained on. weights: their bytes. slots: texts at a time, each of ctx positions. rejects:
+    as of make_state. Errors: none.
     """
     tables = table_bytes(positions_of(target, drafter, ctx))
     block = 1 if drafter is None else block or drafter.block
     drafter = None if block == 1 else drafter
-    held = make_state(Counting(ops), target, drafter, len(target.stop_ids), slots, ctx, block, chunk).memory
+    stops = len(target.stop_ids)
+    held = make_state(Counting(ops), target, drafter, stops, slots, ctx, block, chunk, rejects).memory
     return {"weights": weights, "rope_tables": tables} | held
 
 
@@ -88,12 +90,10 @@ def batch_context(engine, slots, ctx, block):
     slots: texts at a time. ctx: asked for, None: what memory holds, at most the engine's. block: B, 1: plain.
     Errors: UserError for more than the engine has, or than a GPU's memory holds.
     """
-    ops, configs = engine.ops, (engine.target.config, engine.drafter and engine.drafter.config)
+    ops = engine.ops
 
     def total(positions):
-        chunk = min(engine.chunk, positions)
-        held = needed(ops, *configs, positions, block, chunk, slots=slots)
-        return sum(held.values()) - held["rope_tables"]  # they are there
+        return _buffers(engine, slots, positions, block)
 
     if ctx is None:
         ctx = min(engine.ctx, fitting_context(ops, engine.ctx, total))
@@ -105,6 +105,26 @@ def batch_context(engine, slots, ctx, block):
             f"{need}, the GPU has {free / 1e9:.1f} GB for them", "fewer slots, or a lower ctx", code=3
         )
     return ctx
+
+
+def fitting_slots(engine, most, ctx, block, rejects):
+    """Slots of a run that memory holds, 1 to `most`, once the State of the run before is given up.
+
+    ctx: positions of each. block: B, 1: plain. rejects: as of make_state. Errors: none.
+    """
+    free = getattr(engine.ops.backend, "free_memory", free_memory)()
+    if free is None:
+        return most
+    room = KEPT_FREE * (free + (sum(engine.state.memory.values()) if engine.state else 0))
+    fits = (n for n in range(most, 1, -1) if _buffers(engine, n, ctx, block, rejects) <= room)
+    return next(fits, 1)
+
+
+def _buffers(engine, slots, ctx, block, rejects=False):
+    """Bytes that a State of an engine takes."""
+    configs = engine.target.config, engine.drafter and engine.drafter.config
+    held = needed(engine.ops, *configs, ctx, block, min(engine.chunk, ctx), 0, slots, rejects)
+    return sum(held.values()) - held["rope_tables"]  # they are there
 
 
 def positions_of(target, drafter, ctx):

@@ -3,29 +3,32 @@
 import numpy as np
 
 
-def check(engine, s, request, record, committed, injected):
+def check(engine, s, lane, record, slot, injected):
     """Invariants of engine.md 2, on the host, after a round.
     Errors: AssertionError naming the one that broke.
 
-    record: kernels.record.Record. committed: tokens of the run so far, this round's included. injected: how
-    many context features this round had to inject; None for a round that lets them wait.
+    s: cut to the slots that the round ran on. lane: Lane that has taken the round in. record: of it, a
+    kernels.record.Record. slot: where it ran. injected: how many context features it had to inject there;
+    None for a round that lets them wait.
     """
     ops, vocab, emitted = engine.ops, engine.target.config.vocab, record.emitted
-    start, fresh, anchor, kept = (int(ops.download(b)[0]) for b in (s.start, s.fresh, s.anchor, s.kept))
+    start, fresh, anchor, kept = (int(ops.download(b)[slot]) for b in (s.start, s.fresh, s.anchor, s.kept))
     ids = record.tokens + record.drafts
     before, width = start - emitted, len(record.drafts) + 1
     assert 1 <= emitted <= width, f"a round of {width} rows emitted {emitted} tokens"
     assert kept == emitted, f"{kept} rows kept, {emitted} tokens emitted"
     assert all(0 <= i < vocab for i in ids), f"ids outside 0..{vocab - 1}: {ids}"
     assert anchor == ids[emitted - 1], f"anchor {anchor} is not the last token emitted, {ids[emitted - 1]}"
-    assert start == len(request.ids) + committed - 1 < s.ctx, f"start {start} after {committed} tokens"
+    assert start == lane.start < s.ctx, f"start {start} after {lane.committed} tokens"
     # With the rows before them, what the target's cache holds.
-    rows = ops.download(s.rows.pos)[:width].tolist()
+    own = slice(slot * width, (slot + 1) * width)
+    rows = ops.download(s.rows.pos)[own].tolist()
     assert rows == list(range(before, before + width)), f"target cache rows {rows} verified at start {before}"
-    if request.drafts:
+    if lane.request.drafts:
         assert emitted <= fresh <= s.block, f"{fresh} context features wait, {emitted} are new"
     if injected is not None:
-        stored = [p for p in ops.download(s.context_pos).tolist() if p >= 0]
+        waited = ops.download(s.context_pos)[slot * s.block : (slot + 1) * s.block]
+        stored = [p for p in waited.tolist() if p >= 0]
         assert stored == list(range(before - injected, before)), (
             f"drafter rows {stored} injected at start {before}"
         )
@@ -33,5 +36,5 @@ def check(engine, s, request, record, committed, injected):
     model, config = engine.target, engine.target.config
     logits = ops.array((width, vocab), "f32")
     work = ops.array((ops.backend.work_size(width, config.width, vocab),), "f32")
-    ops.head_logits(s.rows.x[:width], model.weights["norm"], config.eps, model.head, 1.0, 0.0, work, logits)
+    ops.head_logits(s.rows.x[own], model.weights["norm"], config.eps, model.head, 1.0, 0.0, work, logits)
     assert np.isfinite(ops.download(logits)).all(), "the logits are not finite"

@@ -1,23 +1,20 @@
 """The speculative loop: a round, the prompt, and a run's rounds, in that order."""
 
-import os
 import time
 from dataclasses import replace
 
 import numpy as np
 
-from minidflash.kernels.record import NOT_FINITE, OUT_OF_BUDGET, STOPPED, Record
+from minidflash.kernels.record import Record
 
 from . import drafter, target
 from .ahead import Ahead, prepare
-from .errors import UserError
-from .invariants import check
+from .lane import Lane
+from .prefix import Prefix
 from .request import release, reserve
-from .state import device_ids, reset, restore, snapshot
+from .schedule import Schedule
+from .state import copy_slot, device_ids, reset, restore, snapshot
 from .stats import Detail, Round
-from .text import RoundText
-
-REASONS = {0: None, STOPPED: "stop", OUT_OF_BUDGET: "length", NOT_FINITE: None}
 
 
 def one_round(engine, s, drafts, width, is_injecting, choice="likeliest"):
@@ -124,8 +121,30 @@ def begin(engine, s, request, number, first, slot=0):
     ops.upload(s.fresh[slot : slot + 1], np.zeros(1, np.int32))  # the prompt's features are all injected
 
 
+def first_round(engine, s, lane, first, seconds):
+    """A lane decodes from here on: its first round is the token that was chosen behind its prompt.
+
+    first: of `prefill`. seconds: that the prompt took, 0 for a sample whose prompt is another's.
+    """
+    request = lane.request
+    if first[0] < 0:
+        lane.break_off()
+        return
+    begin(engine, replace(s, prefix=lane.prefix), request, lane.number, first, lane.slot)
+    record = Record.of(engine.ops.download(s.record[lane.slot : lane.slot + 1])[0])
+    found = Round(record.tokens, seconds=seconds, sample=lane.number, logprobs=first[1])
+    if request.trace:
+        features = request.rows_run if request.drafts and not lane.number else 0
+        stages = {} if lane.number else {"prefill": seconds}
+        anchor = request.ids[-1], lane.start
+        found.detail = Detail.of(*anchor, features, np.array(first[:1]), first[2], stages)
+    lane.anchor, lane.committed = first[0], 1
+    lane.take(found, record.why, engine.is_interrupted)
+
+
 def rounds_of(engine, request, timing):
-    """The prompt once, then every sample's rounds."""
+    """The prompt once, then the rounds of every sample: side by side as far as there are slots, and given out
+    one answer behind the other."""
     if request.max_tokens == 0:
         return
     s = reserve(engine, request)
@@ -135,75 +154,44 @@ def rounds_of(engine, request, timing):
         firsts = prefill(engine, s, request)
         now = time.perf_counter()
         timing.prefill_s, timing.ttft_s = now - begun, now - request.begun
-        if firsts[0][0] < 0:
-            raise not_finite(len(request.ids) - 1)
         behind_prompt = snapshot(engine.ops, s, 0) if len(firsts) > 1 else None
-        for number, first in enumerate(firsts):
+        for number in range(0, len(firsts), s.slots):
             if number and not s.prefix.reaches(engine, s, request, len(request.ids)):
-                prefill(engine, s, request)  # the answer before it wrote over a ring's keys
+                prefill(engine, s, request)  # an answer before it wrote over a ring's keys
             elif number:
                 restore(engine.ops, s, 0, behind_prompt)
-            reason = yield from sample_rounds(engine, s, request, timing, number, first)
-            if reason == "interrupted":
+            if (yield from side_by_side(engine, s, request, timing, number, firsts)):
                 break
     finally:
         release(engine)
 
 
-def sample_rounds(engine, s, request, timing, number, first):
-    """One sample. Everything a round does happens in the calls of `one_round`; the host reads one record.
+def side_by_side(engine, s, request, timing, number, firsts):
+    """Samples from `number` on, one a slot: the rounds of the first one as they come, those of the others once
+    all before them have ended. Returns whether they were interrupted.
 
-    Returns why the sample ended; None at a stop string.
+    The prompt lies in slot 0. firsts: of `prefill`. timing: counts a round that lanes share once.
     """
-    texts = RoundText(engine.tokenizer, request.stop, request.ids, request.raw)
-    begin(engine, s, request, number, first)
-    record = Record.of(engine.ops.download(s.record)[0])
-    reason = why_it_ends(engine, record.why)
-    seconds = 0.0 if number else timing.prefill_s
-    begun = Round(record.tokens, seconds=seconds, finish_reason=reason, sample=number, logprobs=first[1])
-    if request.trace:
-        begun.detail = detail_of_prefill(request, number, first, seconds)
-    yield from texts.push(begun, reason is not None)
-    with Ahead(engine, s, request, number, first[0]) as ahead:
-        while record.why == 0 and reason is None and not texts.is_stopped:
-            one = ahead.next()
-            record, width = one.record, one.width
-            if not record.emitted:  # not even the first of its rows had finite logits
-                break
-            engine.schedule.learn(width, record.accepted, record.emitted, one.cost)
-            timing.decode_s += one.seconds
-            reason = why_it_ends(engine, record.why)
-            if os.environ.get("MINIDFLASH_CHECK") == "1":
-                check(engine, s, request, record, ahead.committed, one.injected)
-            found = Round(
-                record.tokens, None, record.drafts, record.accepted, width, one.seconds, reason, number,
-                one.logprobs, one.experts, one.detail,
-            )  # fmt: skip
-            yield from texts.push(found, reason is not None)
-    yield from texts.finish()
-    if record.why == NOT_FINITE and not texts.is_stopped:
-        raise not_finite(len(request.ids) + ahead.committed - 1)
-    return reason
-
-
-def detail_of_prefill(request, number, first, seconds):
-    """Detail of the round that prefill is; the samples behind the first one go on from where it was."""
-    last, features = len(request.ids) - 1, request.rows_run if request.drafts and not number else 0
-    stages = {} if number else {"prefill": seconds}
-    return Detail.of(request.ids[last], last, features, np.array(first[:1]), first[2], stages)
-
-
-def why_it_ends(engine, code):
-    """Why a sample ends with the round that has just been read, or None."""
-    return "interrupted" if code == 0 and engine.is_interrupted else REASONS[code]
-
-
-def not_finite(position):
-    """The UserError of a run whose target computes no numbers. Code 1:
-    what was generated before it is right."""
-    return UserError(
-        f"the target's logits at position {position} are not finite (NaN or infinity): damaged weights, "
-        f"or an overflow",
-        "fetch the checkpoint again, or try --activations f32",
-        code=1,
-    )
+    schedule, shared = (engine.schedule, None) if s.slots == 1 else (Schedule(s.block), engine.shared)
+    lanes = [
+        Lane.of(engine, request, slot, schedule, Prefix() if slot else s.prefix, number + slot)
+        for slot in range(min(s.slots, len(firsts) - number))
+    ]
+    for lane in lanes[1:]:
+        copy_slot(engine.ops, s, 0, lane.slot, len(request.ids))
+    with Ahead(engine, s, list(range(len(lanes), s.slots)), shared) as ahead:
+        for lane in lanes:
+            seconds = 0.0 if lane.number else timing.prefill_s
+            first_round(engine, s, lane, firsts[lane.number], seconds)
+            ahead.join(lane)
+        for lane in lanes:
+            while lane.given or not lane.is_over:
+                if lane.given:
+                    yield lane.given.popleft()
+                else:
+                    timing.decode_s += ahead.next()
+            if lane.error is not None:
+                raise lane.error
+    for lane in lanes:
+        s.prefix.write(lane.prefix.top)  # they may have moved into slot 0
+    return any(lane.is_interrupted for lane in lanes)

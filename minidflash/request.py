@@ -9,7 +9,8 @@ import numpy as np
 from . import sampling
 from .config import WIDEST
 from .errors import UserError
-from .schedule import Schedule
+from .fit import fitting_slots
+from .schedule import Schedule, SharedWidth
 from .state import make_state
 from .text import RoundText
 from .values import flag, instance, is_word, told, whole, whole_number
@@ -20,6 +21,9 @@ OPTIONS = {
     "system": None,
     "template_args": None, "drafter": True, "trace": False,
 } | sampling.OPTIONS  # fmt: skip
+
+SIDE_BY_SIDE = 16  # samples at a time: more read weights as often on a CPU, and wait for the longest of them
+ROUNDED = 256  # positions of their slots, so that runs of about a length share buffers
 
 
 @dataclass
@@ -235,9 +239,17 @@ def refuse_busy(engine):
 
 
 def reserve(engine, request):
-    """The engine's State for this request alone. Errors: as `hold`."""
-    rejects = request.drafts and request.sampling.rejects
-    return hold(engine, Shape(1, engine.ctx, request.block, request.drafts, rejects))
+    """The engine's State for this request alone: a slot for each of its samples, as many as memory holds, up
+    to SIDE_BY_SIDE. Errors: as `hold`."""
+    law, ctx = request.sampling, engine.ctx
+    rejects = request.drafts and law.rejects
+    slots = 1 if request.trace else min(law.samples, SIDE_BY_SIDE)  # a trace tells of one text at a time
+    if slots > 1:
+        need = len(request.ids) + request.max_tokens
+        ctx = min(ctx, -(-need // ROUNDED) * ROUNDED)
+        slots = fitting_slots(engine, slots, ctx, request.block, rejects)
+    shape = Shape(slots, ctx if slots > 1 else engine.ctx, request.block, request.drafts, rejects)
+    return hold(engine, shape)
 
 
 @dataclass(frozen=True)
@@ -274,7 +286,7 @@ def hold(engine, shape):
                 min(engine.chunk, shape.ctx), shape.rejects,
             )  # fmt: skip
             engine.state_shape = shape
-            engine.schedule = Schedule(shape.block)
+            engine.schedule, engine.shared = Schedule(shape.block), SharedWidth(shape.block)
         return engine.state
     except BaseException:
         engine.is_busy = False

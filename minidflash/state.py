@@ -313,6 +313,19 @@ def restore(ops, s, slot, copies):
         ops.upload(array[slot : slot + 1], values)
 
 
+def copy_slot(ops, s, source, slot, rows):
+    """A slot becomes what another one is that holds `rows` positions, its law and stop ids too; behind all that
+    was started before. A ring has fewer rows: all of them."""
+    pairs = [(one[source : source + 1], one[slot : slot + 1]) for one in (*s.carried, s.stop, s.key, s.law)]
+    if s.taps is not None:
+        waiting, into = (s.taps[at * s.block : (at + 1) * s.block] for at in (source, slot))
+        pairs.append((waiting, into))
+    for cache in (*s.caches, *s.drafter_caches):
+        pairs += [(part[source, :, :rows], part[slot, :, :rows]) for part in (cache.k, cache.v)]
+    for pair in pairs:
+        ops.copy(*pair)
+
+
 def device_ids(ops, values):
     """An i32 buffer with these values."""
     values = np.array(list(values), np.int32)

@@ -18,7 +18,7 @@ def test_auto_takes_the_gpu_where_it_answers(monkeypatch):
 
     class Found:
         name, activations = "cuda", "bf16"
-        array = upload = download = weight = start = None
+        array = upload = download = copy = weight = start = None
         rounds_ahead = 1
 
         def __init__(self, activations, device, **options):

@@ -162,6 +162,11 @@ class EmulateBackend(GpuBackend, HostBackend):
         self.device.synchronize()
         super().upload(buffer, values)
 
+    def copy(self, source, target):
+        """As HostBackend's; a GPU's stream has an order."""
+        self.device.synchronize()
+        super().copy(source, target)
+
     def load(self, parts, dtype):
         """Device array of tensors stacked along rows, as `stored_shape` says."""
         return np.concatenate(host_arrays(parts, dtype)).reshape(stored_shape(parts, dtype))
