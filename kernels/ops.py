@@ -1,9 +1,9 @@
 """Ops: every kernel of the table as a method. Checks the arguments against the row, then calls the backend.
 
-A backend is an object with `name`, `activations`, `array`, `upload`, `download`, `copy`, `weight`, `compile` (a list
-of checked calls -> something with `launch()`), `start` (launch a program, fetch buffers) with `rounds_ahead`,
-the programs that may be started before the first one's result is asked for, `lost_by_fork`, and one function
-a row. What a call costs is the backend's: `record` checks once and replays without checking,
+A backend is an object with `name`, `activations`, `array`, `upload`, `download`, `copy`, `weight`, `compile`
+(a list of checked calls -> something with `launch()`), `start` (launch a program, fetch buffers) with
+`rounds_ahead`, the programs that may be started before the first one's result is asked for, `lost_by_fork`,
+and one function a row. What a call costs is the backend's: `record` checks once and replays without checking,
 which is what a round does.
 """
 

@@ -1,5 +1,4 @@
-"""Rounds of lanes side by side, recorded once and started ahead: a GPU has the next round to do while the host
-reads this one."""
+"""Rounds of lanes, recorded once and started ahead: a GPU has one to do while the host reads the last."""
 
 import os
 import time
@@ -153,9 +152,7 @@ class Ahead:
         is_needed = any(lane.request.max_tokens > end for lane, end in zip(lanes, ends, strict=True))
         if self._started and (is_plain or not is_needed):
             return False
-        if count not in self._parts:
-            self._parts[count] = self.s.first(count)
-        part = self._parts[count]
+        part = self._parts[count] = self._parts.get(count) or self.s.first(count)
         is_injecting = drafts and (width > 1 or max(lane.waiting for lane in lanes) == part.block)
         choice = max((lane.request.choice for lane in lanes), key=CHOICES.index)
         keys = [len(lane.request.ids) + end + part.block for lane, end in zip(lanes, ends, strict=True)]
@@ -175,9 +172,7 @@ class Ahead:
         recorded = program(engine, part, how, max(keys), turn)
         result = engine.ops.start(recorded, *read.values())
         slots = {lane: lane.slot for lane in lanes}
-        self._started.append(
-            UnderWay(width, is_injecting, count, slots, result, tuple(read), recorded.clock)
-        )
+        self._started.append(UnderWay(width, is_injecting, count, slots, result, tuple(read), recorded.clock))
         self._begun, self._planned = self._begun + 1, None
         return True
 

@@ -43,7 +43,8 @@ class Engine:
 
     ctx: positions a run may use; a drafter may be made for fewer, and drafted runs then end there. notes:
     what a user should know about the pair, one line each. state and programs are made by the first run.
-    draft: the calls that fill state.drafts; a test may put a replay there.
+    schedule, shared: what rounds cost, of a text alone and side by side. draft: the calls that fill
+    state.drafts; a test may put a replay there.
     can_sample: a first draw has compiled what it needs. origins: "target", and "drafter" where there is one
     -> its weights.Checkpoint without tensors. weights: how the target's are kept, as pair.weights_for says.
     is_interrupted: set it while a run goes on, from a signal handler or another thread. The run ends with the

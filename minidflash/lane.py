@@ -19,9 +19,9 @@ REASONS = {0: None, STOPPED: "stop", OUT_OF_BUDGET: "length", NOT_FINITE: None}
 class Lane:
     """Sample `number` of a request, in a slot. schedule: what it learns of its drafts. prefix: of its slot.
 
-    anchor: its newest token. committed: its tokens. waiting: context features, as s.fresh says. widths: rows
-    of its rounds where those are given. given: its rounds that nobody has taken yet. is_over: it has no
-    further round; then error says why, where that is no end of its own.
+    texts: of its rounds. anchor: its newest token. committed: its tokens. waiting: context features, as
+    s.fresh says. widths: rows of its rounds where those are fixed beforehand. given: its rounds that nobody
+    has taken yet. is_over: it has no further round; then error says why, where that is no end of its own.
     """
 
     request: Request
@@ -33,6 +33,7 @@ class Lane:
     committed: int = 0
     waiting: int = 0
     widths: Any = None
+    texts: RoundText | None = None
     given: deque = field(default_factory=deque)
     is_over: bool = False
     is_interrupted: bool = False

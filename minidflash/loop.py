@@ -167,8 +167,8 @@ def rounds_of(engine, request, timing):
 
 
 def side_by_side(engine, s, request, timing, number, firsts):
-    """Samples from `number` on, one a slot: the rounds of the first one as they come, those of the others once
-    all before them have ended. Returns whether they were interrupted.
+    """Samples from `number` on, one a slot: the rounds of the first one as they come, of the others once all
+    before them have ended. Returns whether they were interrupted.
 
     The prompt lies in slot 0. firsts: of `prefill`. timing: counts a round that lanes share once.
     """

@@ -286,7 +286,8 @@ def hold(engine, shape):
                 min(engine.chunk, shape.ctx), shape.rejects,
             )  # fmt: skip
             engine.state_shape = shape
-            engine.schedule, engine.shared = Schedule(shape.block), SharedWidth(shape.block)
+            if engine.schedule is None or engine.schedule.block != shape.block:
+                engine.schedule, engine.shared = Schedule(shape.block), SharedWidth(shape.block)
         return engine.state
     except BaseException:
         engine.is_busy = False

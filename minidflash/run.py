@@ -13,8 +13,9 @@ def stream(engine, prompt, **options):
 
     prompt: str (chat template applied unless raw=True), list of ids, or list of chat messages. options:
     keywords as the flags, see request.py. Returns a generator; closing it early leaves the engine usable, one
-    that was never begun holds nothing. The last Round has a finish_reason,
-    also when `engine.is_interrupted` ended the run.
+    that was never begun holds nothing. The last Round has a finish_reason, also when `engine.is_interrupted`
+    ended the run. Several samples run side by side (with trace one after another) and come one behind the
+    other: the first one's rounds as they are made, the others' once those before have ended.
     Errors: TypeError for an unknown keyword, UserError for what cannot be run, both at the call.
     Source: models.md 7.4, engine.md 2.
     """

@@ -314,16 +314,16 @@ def restore(ops, s, slot, copies):
 
 
 def copy_slot(ops, s, source, slot, rows):
-    """A slot becomes what another one is that holds `rows` positions, its law and stop ids too; behind all that
-    was started before. A ring has fewer rows: all of them."""
-    pairs = [(one[source : source + 1], one[slot : slot + 1]) for one in (*s.carried, s.stop, s.key, s.law)]
+    """A slot becomes what another one is that holds `rows` positions: with its law, its stop ids and the
+    context features that wait; behind all that was started before. A ring has fewer rows: all of them."""
+    for array in (*s.carried, s.stop, s.key, s.law):
+        ops.copy(array[source : source + 1], array[slot : slot + 1])
     if s.taps is not None:
-        waiting, into = (s.taps[at * s.block : (at + 1) * s.block] for at in (source, slot))
-        pairs.append((waiting, into))
+        taps = s.taps.reshape(-1, s.block, s.taps.shape[1])
+        ops.copy(taps[source], taps[slot])
     for cache in (*s.caches, *s.drafter_caches):
-        pairs += [(part[source, :, :rows], part[slot, :, :rows]) for part in (cache.k, cache.v)]
-    for pair in pairs:
-        ops.copy(*pair)
+        for part in (cache.k, cache.v):
+            ops.copy(part[source, :, :rows], part[slot, :, :rows])
 
 
 def device_ids(ops, values):

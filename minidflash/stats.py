@@ -43,11 +43,11 @@ class Round:
     tokenizer; a character still incomplete comes with a later round. Of a model with channels the text is
     that of the final one, with raw=True all of it, special tokens too. drafted: the drafts that were verified
     (v - 1 ids). accepted: how many of them verification kept, before stop and budget cuts. verify: v, the
-    rows verified. seconds: wall time. finish_reason: on a run's last round why it ended, else None.
-    sample: which of several answers to one prompt. logprobs: where asked for, a pair for each token: its
-    log-probability under the law that it was drawn from, and under the model's own (temperature 1,
-    no filter). experts: distinct ones of a layer that the verified rows went through, the mean over layers;
-    None for a target without. detail: with trace=True.
+    rows verified. seconds: wall time, of all texts that run side by side. finish_reason: on a run's last
+    round why it ended, else None. sample: which of several answers to one prompt. logprobs: where asked for,
+    a pair for each token: its log-probability under the law that it was drawn from, and under the model's own
+    (temperature 1, no filter). experts: distinct ones of a layer that the verified rows went through, the
+    mean over layers; None for a target without, and for texts side by side. detail: with trace=True.
 
     The first item of a stream is the token that prefill chose: drafted == [], verify == 0. Plain decoding
     yields one token a round with drafted == [], verify == 1. Source: engine.md 2 and 5.

@@ -84,6 +84,15 @@ def test_texts_are_those_alone(pair, slots, count, activations, stopping):
     play("numba", activations, pair, slots, count, stopping)
 
 
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_texts_do_not_depend_on_rounds_started_ahead(ahead, stopping, monkeypatch):
+    """Nor on requests that join, leave and move behind a round that is under way."""
+    engine = engine_for("numba", "bf16", DENSE)
+    requests("numba", "bf16", DENSE, 24)  # alone, as they are
+    monkeypatch.setattr(engine.ops, "rounds_ahead", ahead)
+    play("numba", "bf16", DENSE, 4, 24, stopping)
+
+
 @pytest.mark.parametrize("ops", parameters(["emulate", "cuda"], ["bf16"]), indirect=True)
 def test_texts_are_those_alone_on_a_card(ops, stopping):
     count = 24 if FULL or ops.name == "cuda" else 5
@@ -180,16 +189,25 @@ def drafts_at(rounds):
 
 
 def test_a_lane_without_a_text_has_no_row_of_its_own():
+    """Nor a slot that makes the round longer: lanes move into free ones."""
     engine = engine_for("numba", "bf16", DENSE)
-    with md.Batch(engine, slots=4, ctx=CTX, verify=4) as batch:
-        handles, found = [batch.submit([5, i], max_tokens=60) for i in range(3)], {}
-        while len(found) < 3:
+    with md.Batch(engine, slots=8, ctx=CTX, verify=4) as batch:
+        handles, found = [batch.submit([5, i], max_tokens=60) for i in range(6)], {}
+        while len(found) < 6:
             gather(batch, found, rounds=1)
-        rows = batch._state.rows.pos[:16].reshape(4, 4)  # of the first round of four lanes
-        assert (rows[3] == -1).all() and (rows[:3] > 0).all()
+        rows = batch._state.rows.pos[:32].reshape(8, 4)  # of the first round of eight slots
+        assert (rows[6:] == -1).all() and (rows[:6] > 0).all()
         batch.cancel(handles[1])
+        gather(batch, found, rounds=7)
+        assert (rows[[1, 6, 7]] == -1).all() and (rows[[0, 2, 3, 4, 5]] > 0).all()
+        batch.cancel(handles[2])
+        gather(batch, found, rounds=6)
+        assert (rows[:4] > 0).all() and sorted(lane.slot for lane in batch._ahead.lanes) == [0, 1, 2, 3]
+        rows[:] = -2
+        batch.cancel(handles[5])  # which moved
         gather(batch, found, rounds=4)
-        assert (rows[[1, 3]] == -1).all() and (rows[[0, 2]] > 0).all()
+        assert (rows[4:] == -2).all()
+        assert sorted((rows[:4] == -1).all(1).tolist()) == [False, False, False, True]
 
 
 def test_a_prompt_runs_a_chunk_at_a_time_while_others_decode():

@@ -247,13 +247,18 @@ def test_a_stream_that_is_interrupted_says_so_in_its_last_round(engine):
     assert md.generate(engine, P, max_tokens=5).finish_reason == "length"
 
 
-def test_answers_that_have_not_begun_are_left_out(engine):
-    options = {"max_tokens": 3, "temperature": 1.0, "samples": 4}
+def test_answers_that_have_not_begun_are_left_out(engine, monkeypatch):
+    from minidflash import request
+
+    monkeypatch.setattr(request, "SIDE_BY_SIDE", 2)
+    options = {"max_tokens": 3, "temperature": 1.0, "samples": 6}
+    found = interrupt_after(engine, 1, **options)
+    ends = [[(0, None), (0, "interrupted")], [(1, None), (1, "interrupted")]]
+    assert [(r.sample, r.finish_reason) for r in found] == ends[0] + ends[1]
     found = interrupt_after(engine, 5, **options)  # three rounds of the first answer, two of the second
-    assert [(r.sample, r.finish_reason) for r in found] == [
-        (0, None), (0, None), (0, "length"), (1, None), (1, None), (1, "length"), (2, "interrupted"),
-    ]  # fmt: skip
-    assert len(interrupt_after(engine, 12, **options)) == 12  # the last one was whole
+    whole = [(number, reason) for number in (0, 1) for reason in (None, None, "length")]
+    assert [(r.sample, r.finish_reason) for r in found] == [*whole, (2, "interrupted"), (3, "interrupted")]
+    assert len(interrupt_after(engine, 16, **options)) == 18  # the last two were whole
 
 
 def test_generate_tells_of_an_interruption_from_another_thread(engine):
@@ -272,7 +277,7 @@ def test_generate_tells_of_an_interruption_from_another_thread(engine):
     assert (result.finish_reason, len(result.tokens)) == ("interrupted", 5)
     count[0] = 0
     result = md.generate(engine, P, max_tokens=60, verify=1, temperature=1.0, samples=3)
-    assert [(s["finish_reason"], len(s["tokens"])) for s in result.samples] == [("interrupted", 5)]
+    assert [(s["finish_reason"], len(s["tokens"])) for s in result.samples] == [("interrupted", 5)] * 3
 
 
 def test_an_interruption_before_the_first_round_ends_with_the_first_token(engine, monkeypatch):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import minidflash as md
-from minidflash import layers, state
+from minidflash import layers, request, state
 from minidflash.loop import rounds_of
 from minidflash.request import Request
 from minidflash.run import complete
@@ -122,7 +122,7 @@ def test_whoever_ran_in_between(tmp_path):
     assert assert_fresh(engine, IDS[:40], max_tokens=1, verify=4).stats.rows_reused == 12
     md.generate(engine, IDS[:40], max_tokens=4, block=4)
     assert assert_fresh(engine, IDS[:50], max_tokens=1, verify=4).stats.rows_reused == 0
-    several = {"temperature": 1.0, "samples": 3, "max_tokens": 9, "verify": 4}
+    several = {"temperature": 1.0, "samples": 3, "max_tokens": 9, "verify": 4, "trace": True}  # in one slot
     texts = [one["tokens"] for one in md.generate(engine, IDS[:40], **several).samples]
     alike = next(i for i in range(9) if texts[0][i] != texts[2][i])  # the caches hold the last one
     found = assert_fresh(engine, IDS[:40] + texts[0], max_tokens=1, verify=4)
@@ -130,6 +130,8 @@ def test_whoever_ran_in_between(tmp_path):
     turn(engine, IDS[:12] + IDS[70:90], max_tokens=4, drafter=False)
     found = assert_fresh(engine, IDS[:12] + IDS[70:95], max_tokens=1, verify=4)
     assert found.stats.rows_reused == 12  # those behind were never injected
+    md.generate(engine, IDS[:40], **several | {"trace": False})  # side by side, in buffers of their own
+    assert assert_fresh(engine, IDS[:40], max_tokens=1, verify=4).stats.rows_reused == 0
 
 
 def test_measuring_writes_over_rows():
@@ -175,9 +177,11 @@ def test_a_ring_that_lost_rows_runs_the_prompt_again(tmp_path, family, count):
     assert assert_fresh(engine, ids, max_tokens=9, **options).stats.rows_reused > 300
 
 
-def test_samples_past_the_end_of_a_ring_begin_behind_the_prompt(tmp_path, monkeypatch):
-    """The first answer writes over the prompt's keys, which the second one needs."""
-    ops, options = open_or_skip("numba", "f32"), {"temperature": 1.0, "samples": 2, "max_tokens": 115}
+@pytest.mark.parametrize("slots", [1, 2])
+def test_samples_past_the_end_of_a_ring_begin_behind_the_prompt(tmp_path, monkeypatch, slots):
+    """The first answers write over the prompt's keys, which the last one needs."""
+    ops, options = open_or_skip("numba", "f32"), {"temperature": 1.0, "samples": slots + 1, "max_tokens": 115}
+    monkeypatch.setattr(request, "SIDE_BY_SIDE", slots)
     found = md.generate(open_pair(tmp_path / "a", ops, 16), IDS[:60], verify=4, **options).samples
     with monkeypatch.context() as patch:
         patch.setattr(state, "cache_rows", lambda window, room, newest, cut: room)

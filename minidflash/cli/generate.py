@@ -44,11 +44,8 @@ def generate(args, interrupt=None):
 
         interrupt.engine = None  # nothing is generated any more: the next Ctrl-C ends at once
         say("\n".join(stats_lines(result, rounds, round_costs(engine, request), engine.ctx)))
-    return (
-        130
-        if "interrupted" in {result.finish_reason, (result.samples or [{}])[-1].get("finish_reason")}
-        else 0
-    )
+    reasons = [one["finish_reason"] for one in result.samples or []]
+    return 130 if "interrupted" in [result.finish_reason, *reasons] else 0
 
 
 def options_of(args, *more):

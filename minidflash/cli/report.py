@@ -10,9 +10,10 @@ from .terminal import amount, duration
 def round_costs(engine, request):
     """Seconds of a round by rows verified, as the schedule knows them; measured now if it never had to.
 
-    Returns {v: seconds}, {} for plain decoding. The buffers' contents are lost: call it after the run.
+    Returns {v: seconds}, {} for plain decoding, and for samples side by side, whose rounds cost more. The
+    buffers' contents are lost: call it after the run.
     """
-    if not request.drafts or engine.state is None:
+    if not request.drafts or engine.state is None or engine.state.slots > 1:
         return {}
     if not engine.schedule.seconds:
         from ..ahead import prepare
