@@ -170,8 +170,11 @@ class Batch:
         self.engine.ops.upload(self._state.done, np.full(self.slots, STOPPED, np.int32))
 
     def _let_go(self):
-        if self._state is not None:
+        if self._state is None:
+            return
+        try:
             self._ahead.close()
+        finally:
             self._state = self._ahead = None
             release(self.engine)
 

@@ -107,6 +107,12 @@ class Driver:
             return (code,)
         if name == "cuStreamCreate":
             return code, self.real.CUstream(7 + self.count(name))
+        if name == "cuMemcpy2DAsync":
+            how = args[0]
+            for row in range(how.Height):
+                ends = [int(p) + row * pitch for p, pitch in
+                        ((how.dstDevice, how.dstPitch), (how.srcDevice, how.srcPitch))]  # fmt: skip
+                ctypes.memmove(*ends, how.WidthInBytes)
         if name == "cuMemcpyHtoDAsync":
             ctypes.memmove(int(args[0]), int(args[1]), int(args[2]))
         if name == "cuDeviceGetAttribute":

@@ -68,6 +68,19 @@ def test_buffers_come_back_as_they_were_put(opened, rng):
     assert ops.backend.free_memory() == 1005
 
 
+def test_a_card_copies_rows_of_buffers_in_one_call(opened, rng):
+    ops, driver = opened("bf16")
+    values = rng.integers(0, 65536, (4, 3, 7, 5)).astype(np.uint16)
+    buffer, key = ops.array((4, 3, 7, 5), "A"), ops.array((4,), "i32")
+    ops.upload(buffer, values)
+    ops.upload(key, np.arange(4, dtype=np.int32))
+    ops.copy(buffer[0, :, :6], buffer[2, :, :6])
+    ops.copy(key[3:4], key[1:2])
+    assert driver.count("cuMemcpy2DAsync") == 2
+    values[2, :, :6] = values[0, :, :6]
+    assert (ops.download(buffer) == values).all() and ops.download(key).tolist() == [0, 3, 2, 3]
+
+
 def test_a_program_is_captured_once_with_its_kernels_loaded_before(opened, rng):
     ops, driver = opened()
     table, ids, x = embedding(ops, rng)
