@@ -1,5 +1,7 @@
 """How many rows to verify: `auto` maximises tokens a second from measured costs and running acceptance."""
 
+from collections import Counter
+
 # Drafting may lose this many plain rounds to learn whether it pays, and this share of the time so far; what
 # it earned in the text before counts too, up to EARNED plain rounds. So a text of 50 tokens is at most 5 %
 # slower than plain decoding, one of 17 9 %. One round is what a first draft may lose: with a CREDIT of 0.3,
@@ -13,6 +15,7 @@ PRIOR, WEIGHT = (
 )  # acceptance of a position before anything is known, and how many rounds that counts for
 LEARN = 0.2  # weight of a new time
 STAY = 1.05  # how much faster another width must be for all lanes to take it
+TIMED = 3  # rounds of a kind until its time is known: recorded, and the better of two
 
 
 def widths(block):
@@ -87,32 +90,36 @@ class Schedule:
 class SharedWidth:
     """One v a round for all lanes: the most tokens a second, from what rounds of so many lanes took.
 
-    seconds: {(lanes, v): time of a round}; a pair that was never timed is tried first, since its rounds
-    commit tokens too. No text depends on it.
+    seconds: {(lanes, v): time of a round}, the better of two, then followed. A pair that was not timed is
+    tried, since its rounds commit tokens too, unless it would not pay even at the time of fewer rows. No text
+    depends on it.
     """
 
     def __init__(self, block):
         self.widths, self.seconds = widths(block), {}
-        self._recorded, self._last = set(), 1
+        self._ran, self._last = Counter(), 1
 
     def choose(self, lanes, schedules):
         """v of the next round. schedules: of the texts that decode, for what they expect to commit."""
-        untimed = [width for width in self.widths if (lanes, width) not in self.seconds]
-        if untimed:
-            return untimed[0]
-
-        def rate(width):
-            return sum(one.expected(width) for one in schedules) / self.seconds[lanes, width]
-
-        best = max(self.widths, key=rate)
-        if rate(best) > STAY * rate(self._last):
+        rates, least = {}, 0.0  # least: seconds of the widest round so far
+        for width in self.widths:
+            tokens = sum(one.expected(width) for one in schedules)
+            if self._ran[lanes, width] < TIMED and tokens > least * max(rates.values(), default=0.0):
+                return width
+            if (lanes, width) in self.seconds:
+                least = self.seconds[lanes, width]
+                rates[width] = tokens / least
+        best = max(rates, key=rates.get)
+        if rates[best] > STAY * rates.get(self._last, 0.0):
             self._last = best
         return self._last
 
     def learn(self, lanes, width, seconds):
         """Take in what a round took; not the first of its kind, which is recorded then."""
         kind = lanes, width
-        if kind in self._recorded:
-            known = self.seconds.setdefault(kind, seconds)
+        self._ran[kind] += 1
+        known = self.seconds.get(kind, seconds)
+        if self._ran[kind] > TIMED:
             self.seconds[kind] = known + LEARN * (min(seconds, 2 * known) - known)
-        self._recorded.add(kind)
+        elif self._ran[kind] > 1:
+            self.seconds[kind] = min(known, seconds)
