@@ -156,25 +156,29 @@ class Ahead:
         is_injecting = drafts and (width > 1 or max(lane.waiting for lane in lanes) == part.block)
         choice = max((lane.request.choice for lane in lanes), key=CHOICES.index)
         keys = [len(lane.request.ids) + end + part.block for lane, end in zip(lanes, ends, strict=True)]
-        read = {"record": part.record}
-        if choice == "scored":
-            read["logprob"] = part.logprob[: count * width]
-        if is_traced:
-            read["choice"] = part.choice[: count * width]
-        if choice == "ranked":
-            read["margin"] = part.margin[: count * width]
-        if self._touched:
-            read["touched"] = self._touched[0]
         for lane, most in zip(lanes, keys, strict=True):
             lane.prefix.write(most)
         how = drafts, width, is_injecting, choice
         turn = self._begun % (self._most + 1) if is_traced else None  # a clock that no round under way has
-        recorded = program(engine, part, how, max(keys), turn)
+        recorded, read = program(engine, part, how, max(keys), turn), self._read(part, count * width, choice)
         result = engine.ops.start(recorded, *read.values())
         slots = {lane: lane.slot for lane in lanes}
         self._started.append(UnderWay(width, is_injecting, count, slots, result, tuple(read), recorded.clock))
         self._begun, self._planned = self._begun + 1, None
         return True
+
+    def _read(self, part, rows, choice):
+        """Buffers that the host reads of a round of so many rows, by name."""
+        read = {"record": part.record}
+        if choice == "scored":
+            read["logprob"] = part.logprob[:rows]
+        if choice == "ranked":
+            read["margin"] = part.margin[:rows]
+        if self.lanes[0].request.trace:
+            read["choice"] = part.choice[:rows]
+        if self._touched:
+            read["touched"] = self._touched[0]
+        return read
 
     def _width(self, count):
         """Rows that the next round verifies."""

@@ -50,7 +50,7 @@ class Item:
 
 
 @dataclass(eq=False)
-class Place(Lane):
+class Seat(Lane):
     """The lane of a request. steps: of its prompt, then its rounds run. seconds: that the prompt took."""
 
     handle: Handle | None = None
@@ -191,7 +191,7 @@ class Batch:
                 self._end_without_a_token(handle, "length")
                 continue
             slot = heappop(self._ahead.free)
-            lane = Place.of(self.engine, handle.request, slot, Schedule(self.block), Prefix())
+            lane = Seat.of(self.engine, handle.request, slot, Schedule(self.block), Prefix())
             own = replace(self._state, prefix=lane.prefix)
             lane.handle, lane.steps = handle, prompt_steps(self.engine, own, handle.request, slot)
             self._joining.append(lane)

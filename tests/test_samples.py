@@ -45,9 +45,9 @@ def stopping():
         engine.stop_ids = stop_ids
 
 
-def told(engine, count, **options):
+def told(engine, count, prompt=PROMPT, **options):
     """Every sample of a run, and the number of slots that it ran in."""
-    rounds = list(md.stream(engine, PROMPT, samples=count, **options))
+    rounds = list(md.stream(engine, prompt, samples=count, **options))
     numbers = [r.sample for r in rounds]
     assert numbers == sorted(numbers) and set(numbers) == set(range(count))
     found = []
@@ -71,7 +71,8 @@ def test_samples_are_those_alone(stopping, slots, monkeypatch, pair, way):
     engine, options = stopping(pair), {"max_tokens": 21, **WAYS[way]}
     slots(1)
     alone, used = told(engine, 7, **options)
-    assert used == 1 and (way == "greedy" or len({tuple(one[1]) for one in alone}) > 5)
+    assert used == 1
+    assert way == "greedy" or len({one[1][0] for one in alone}) > 2 < len({one[1][-1] for one in alone})
     lengths = {len(one[1]) for one in alone}
     assert way == "greedy" or (len(lengths) > 2 and {"stop", "length"} == {one[2] for one in alone})
     for count, ahead in (16, 0), (3, 0), (16, 1), (3, 2):
@@ -94,23 +95,22 @@ def test_samples_are_those_alone_on_a_card(ops, stopping, slots):
     assert told(engine, count, **options) == (alone, count)
 
 
-def test_invariants_hold_of_every_sample(stopping, slots, monkeypatch):
-    engine = stopping(DENSE)
-    monkeypatch.setenv("MINIDFLASH_CHECK", "1")
-    for verify in (4, "auto"):
-        options = DRAWN | {"max_tokens": 21, "verify": verify}
-        found, used = told(engine, 5, **options)
-        assert used == 5
-        slots(1)
-        assert told(engine, 5, **options)[0] == found
-        slots(16)
-
-
 @pytest.fixture(scope="module")
 def words(tmp_path_factory):
     """An engine whose tokens are words; it goes on by chance."""
     target, drafter = automaton.build(tmp_path_factory.mktemp("pair"), "FX-S")
     return md.load(str(target), drafter=str(drafter), ctx=256, warm=False)
+
+
+def test_invariants_hold_of_every_sample(words, slots, monkeypatch):
+    monkeypatch.setenv("MINIDFLASH_CHECK", "1")
+    for verify in (4, "auto"):
+        options = {"temperature": 1.0, "ignore_eos": True, "max_tokens": 30, "verify": verify}
+        found, used = told(words, 5, [5], **options)
+        assert used == 5
+        slots(1)
+        assert told(words, 5, [5], **options)[0] == found
+        slots(16)
 
 
 def test_stop_strings_end_each_where_they_end_it_alone(words, slots):
