@@ -6,9 +6,11 @@ import json
 import pytest
 
 import minidflash as md
+from minidflash import request
 from minidflash.errors import UserError
 from tests.automaton import build
 from tests.conftest import open_or_skip
+from tests.replay import Replay, proposing
 from tests.test_field_log_wiring import change_tensors
 
 PROMPT = [9] * 40 + [5]
@@ -20,9 +22,9 @@ WAYS = {
 }  # fmt: skip
 
 
-def poisoned(folder, tensor, row, of="target", bits=NAN):
-    """An automaton pair with one row of a tensor that is no number: 5 -> 20 -> 20 ..."""
-    pair = dict(zip(("target", "draft"), build(folder), strict=True))
+def poisoned(folder, tensor, row, of="target", bits=NAN, name="FX-B"):
+    """An automaton pair with one row of a tensor that is no number; of FX-B 5 -> 20 -> 20 ..."""
+    pair = dict(zip(("target", "draft"), build(folder, name), strict=True))
 
     def change(name, values):
         if name == tensor:
@@ -57,6 +59,29 @@ def test_what_came_before_is_kept_and_the_error_names_the_position(tmp_path, bac
     assert not engine.is_busy
     again = md.generate(engine, [9, 10], max_tokens=2, **WAYS[way])
     assert again.tokens == [30, 31] and again.finish_reason == "length", "the engine goes on"
+
+
+@pytest.mark.parametrize("backend", ["numba", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_round_gives_the_tokens_that_it_kept_tokens_before(tmp_path, backend):
+    """5 -> 6 -> 7 -> 40, as all drafts say; what follows is no number."""
+    engine = open_pair(poisoned(tmp_path, "model.embed_tokens.weight", 40, name="FX-L"), backend)
+    found, replay = [], Replay([5, 6, 7, 40], 1, 8, 64, plan=7)
+    with pytest.raises(UserError, match="position 3 are not finite"), proposing(engine, replay):
+        found.extend(md.stream(engine, [5], max_tokens=20, verify=4))
+    assert [(r.tokens, r.accepted) for r in found] == [([6], 0), ([7, 40], 2)]
+
+
+def test_a_sample_without_numbers_breaks_off_behind_those_before_it(tmp_path, monkeypatch):
+    pair, told = poisoned(tmp_path, "model.embed_tokens.weight", 21, name="FX-S"), []
+    engine = open_pair(pair, "numba")
+    for slots in (1, 16):
+        monkeypatch.setattr(request, "SIDE_BY_SIDE", slots)
+        rounds, options = [], {"temperature": 1.0, "samples": 9, "ignore_eos": True, "verify": 4}
+        with pytest.raises(UserError) as error:
+            rounds.extend(md.stream(engine, [5], max_tokens=2, **options))
+        told.append(([(r.sample, r.tokens, r.finish_reason) for r in rounds], str(error.value)))
+        assert not engine.is_busy
+    assert told[0] == told[1] and 0 < told[0][0][-1][0] < 8
 
 
 @pytest.mark.parametrize("activations", ["f32", "bf16"])
