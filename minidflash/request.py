@@ -22,7 +22,7 @@ OPTIONS = {
     "template_args": None, "drafter": True, "trace": False,
 } | sampling.OPTIONS  # fmt: skip
 
-SIDE_BY_SIDE = 16  # samples at a time: more read weights as often on a CPU, and wait for the longest of them
+SIDE_BY_SIDE = 16  # samples at a time: a CPU gains nothing by more, and the next ones wait for the longest
 ROUNDED = 256  # positions of their slots, so that runs of about a length share buffers
 
 

@@ -123,6 +123,7 @@ class CudaBackend(GpuBackend):
         how.srcPitch, how.dstPitch = source.strides[0], target.strides[0]
         how.WidthInBytes, how.Height = source.nbytes // len(source), len(source)
         with self._failures:
+            device.enter()
             device.do(driver.cuMemcpy2DAsync(how, device.driver_stream))
 
     def download(self, buffer):
