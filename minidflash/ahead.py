@@ -232,11 +232,10 @@ def program(engine, s, how, keys, turn=None):
 
 
 def prepare(engine, s, request):
-    """A new text for the schedule; the first `auto` on these buffers measures what rounds cost (part of
-    jit_s).
+    """A new text for the schedule; the first `auto` of one text alone measures its rounds (part of jit_s).
 
-    So is the first draw of an engine, and the first round by rejection:
-    kernels that only they need are compiled then.
+    So is the first draw of an engine, and the first round by rejection: kernels that only they need are
+    compiled then. Side by side, rounds are timed as they come.
     """
     several, s = s.slots > 1, s.first(1)
     engine.schedule.begin()
