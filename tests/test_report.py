@@ -75,6 +75,7 @@ SETTINGS = {
     "cores", "date", "commit", "command", "versions", "dflash", "card", "processor", "compute_sanitizer",
     "on", "words",
     "failures", "max_tokens", "model", "row", "kind", "kernel", "shape", "cut",
+    "width", "concurrency", "slowest_percent", "requests", "accept",
 }  # fmt: skip
 # Written in bench/measured.py: rows and laws of the parts of a round, contexts that are looked up.
 LITERALS = {"0", "1", "4", "8", "16", "0.7", "0.9", "50", "2048"}

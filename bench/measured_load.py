@@ -1,0 +1,54 @@
+"""What bench/MEASURED.md says of many requests at once. As bench/measured.py, which asks for it."""
+
+from quote import begin, of, picture, prose, table
+
+PLAIN = "1"  # the width without a drafter, as bench/curve.py calls it
+ALLOWED = 0.97  # of plain's tokens a second: less is slower
+
+
+def called(width):
+    """A width of bench/curve.py in words."""
+    return {PLAIN: "plain", "auto": "auto"}.get(width, f"v = {width}")
+
+
+def curve(results, name):
+    """A closed loop at several loads, plain and by rows verified (bench/curve.py)."""
+    found = results[name]
+    points, settings = found["points"], found["settings"]
+    plain = {one["concurrency"]: one["tokens_per_s"] for one in points if one["width"] == PLAIN}
+    differing = of(found["differing"], found["texts"], "texts differ")
+    yield from begin(f"Many requests at once, {found['target']}", found)
+    yield from prose(
+        f"On {found['on']}, a closed loop: a text that ends is replaced by the next prompt. "
+        f"{settings['requests']} texts of {settings['max_tokens']} tokens at most, or three a place; medians "
+        f"of {settings['repeat']} runs. {differing} from plain decoding of their prompt alone."
+    )
+    if settings["accept"] is not None:
+        yield from prose(f"Random weights; a draft is right with a chance of {settings['accept']}.")
+    yield from picture(name, "Tokens a second of all requests over those of one, by width")
+
+    def row(one):
+        over = one["tokens_per_s"] / plain[one["concurrency"]] if one["concurrency"] in plain else None
+        return (
+            str(one["concurrency"]), called(one["width"]), f"{one['tokens_per_s']:.0f}",
+            "-" if over is None else f"{over:.2f}",
+            f"{one['user_tokens_per_s']:.0f}", f"{one['slowest_user_tokens_per_s']:.0f}",
+            f"{one['first_token_ms']:.0f}", f"{one['slowest_first_token_ms']:.0f}", f"{one['tau']:.2f}",
+            f"{one['lanes']:.1f}", f"{one['rows_a_pass']:.1f}",
+        )  # fmt: skip
+
+    share = settings["slowest_percent"]
+    heads = (
+        "requests at a time", "way", "tok/s of all", "over plain", "tok/s of one", f"slowest {share}%",
+        "first token, ms", f"slowest {share}%", "tau", "lanes a pass", "rows a pass",
+    )  # fmt: skip
+    yield from table(heads, map(row, points))
+    auto = [one for one in points if one["width"] == "auto" and one["concurrency"] in plain]
+    if auto:
+        over = [one["tokens_per_s"] / plain[one["concurrency"]] for one in auto]
+        kept = of(sum(one >= ALLOWED for one in over), len(over), "loads")
+        yield ""
+        yield from prose(
+            f"Auto is no slower than plain, within three per cent, at {kept}; at worst {min(over):.2f} times "
+            f"plain's tokens a second, at best {max(over):.2f} times."
+        )
