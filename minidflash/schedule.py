@@ -12,7 +12,10 @@ PRIOR, WEIGHT = (
     1.0,
 )  # acceptance of a position before anything is known, and how many rounds that counts for
 LEARN = 0.2  # weight of a new time
-STAY = 1.05  # how much faster another width must be for all lanes to take it
+# Of a width that all lanes share: what share of its rounds drafting may lose; every how many rounds of one
+# number of lanes the width runs that ran longest ago, since its time may have been another program's fault or
+# that of shorter contexts; and how many first times of a kind the best is taken of.
+SHARED_PROBE, LOOK, BEST_OF = 0.01, 64, 2
 
 
 def widths(block):
@@ -87,32 +90,78 @@ class Schedule:
 class SharedWidth:
     """One v a round for all lanes: the most tokens a second, from what rounds of so many lanes took.
 
-    seconds: {(lanes, v): time of a round}; a pair that was never timed is tried first, since its rounds
-    commit tokens too. No text depends on it.
+    Plain rounds come first, then small widths, then larger ones: what a width may cost is judged before it
+    runs. seconds: {(lanes, v): time of a round}. credit: how many plain rounds drafting may lose; it grows
+    with every round, and by what drafting earns, up to EARNED. No text depends on it.
     """
 
     def __init__(self, block):
-        self.widths, self.seconds = widths(block), {}
-        self._recorded, self._last = set(), 1
+        self.widths, self.seconds, self.credit = widths(block), {}, CREDIT
+        self._runs, self._looks = {}, {}  # by (lanes, v), the one that ran longest ago first; by lanes
+        self._before = None  # of the newest round: lanes, v, schedules, their tokens before it
+        self._cost = 0.0  # seconds of it
 
     def choose(self, lanes, schedules):
-        """v of the next round. schedules: of the texts that decode, for what they expect to commit."""
-        untimed = [width for width in self.widths if (lanes, width) not in self.seconds]
-        if untimed:
-            return untimed[0]
-
-        def rate(width):
-            return sum(one.expected(width) for one in schedules) / self.seconds[lanes, width]
-
-        best = max(self.widths, key=rate)
-        if rate(best) > STAY * rate(self._last):
-            self._last = best
-        return self._last
+        """v of the next round. schedules: of the texts that decode, for what they expect to commit and what
+        the newest round brought them."""
+        self._settle()
+        width = self._best(lanes, schedules)
+        self._before = lanes, width, schedules, sum(one.tokens for one in schedules)
+        return width
 
     def learn(self, lanes, width, seconds):
         """Take in what a round took; not the first of its kind, which is recorded then."""
         kind = lanes, width
-        if kind in self._recorded:
+        runs = self._runs[kind] = self._runs.pop(kind, 0) + 1
+        self._cost = seconds
+        if runs > 1:
             known = self.seconds.setdefault(kind, seconds)
-            self.seconds[kind] = known + LEARN * (min(seconds, 2 * known) - known)
-        self._recorded.add(kind)
+            is_new = runs <= 1 + BEST_OF
+            followed = known + LEARN * (min(seconds, 2 * known) - known)
+            self.seconds[kind] = min(known, seconds) if is_new else followed
+
+    def _settle(self):
+        """What the newest round earned or lost, in plain rounds of its lanes. One that was disturbed loses no
+        more than can be earned."""
+        if self._before is None:
+            return
+        lanes, width, schedules, before = self._before
+        gained = (sum(one.tokens for one in schedules) - before) / len(schedules)
+        lost = min(EARNED, self._cost / self.seconds[lanes, 1] - gained) if width > 1 else 0.0
+        self.credit = min(EARNED, self.credit + SHARED_PROBE - lost)
+        self._before = None
+
+    def _best(self, lanes, schedules):
+        if self._runs.get((lanes, 1), 0) <= BEST_OF:
+            return 1
+        plain, rates = self.seconds[lanes, 1], {}
+        for width, cost in self._costs(lanes).items():
+            expected = sum(one.expected(width) for one in schedules) / len(schedules)
+            if width == 1 or cost / plain - expected <= self.credit:
+                rates[width] = expected / cost
+        looks = self._looks[lanes] = self._looks.get(lanes, 0) + 1
+        if looks % LOOK == 0:
+            order = [width for n, width in self._runs if n == lanes]
+            return min(rates, key=lambda width: order.index(width) if width in order else -1)
+        return max(rates, key=rates.get)
+
+    def _costs(self, lanes):
+        """{v: time of a round of so many lanes}, of what was timed and the next width beyond.
+
+        Of one that was not timed, or once only, at least: more rows cost no less, and a drafting round costs
+        many lanes no fewer plain rounds than few, whose rows hide behind the reading of the weights.
+        """
+        plain = least = self.seconds[lanes, 1]
+        costs = {1: plain}
+        for width in self.widths[1:]:
+            fewer = [n for n, v in self.seconds if v == width and n < lanes and (n, 1) in self.seconds]
+            if fewer:
+                near = max(fewer)
+                least = max(least, plain * self.seconds[near, width] / self.seconds[near, 1])
+            timed = self.seconds.get((lanes, width))
+            is_sure = self._runs.get((lanes, width), 0) > BEST_OF
+            costs[width] = timed if is_sure else min(timed or least, least)
+            if timed is None and not fewer:
+                break
+            least = max(least, timed or least)
+        return costs
