@@ -99,7 +99,7 @@ class SharedWidth:
         self.widths, self.seconds, self.credit = widths(block), {}, CREDIT
         self._runs, self._looks = {}, {}  # by (lanes, v), the one that ran longest ago first; by lanes
         self._before = None  # of the newest round: lanes, v, schedules, their tokens before it
-        self._cost = 0.0  # seconds of it
+        self._cost, self._is_look = 0.0, False  # seconds of it; whether it runs to be timed again
 
     def choose(self, lanes, schedules):
         """v of the next round. schedules: of the texts that decode, for what they expect to commit and what
@@ -116,7 +116,7 @@ class SharedWidth:
         self._cost = seconds
         if runs > 1:
             known = self.seconds.setdefault(kind, seconds)
-            is_new = runs <= 1 + BEST_OF
+            is_new = runs <= 1 + BEST_OF or self._is_look
             followed = known + LEARN * (min(seconds, 2 * known) - known)
             self.seconds[kind] = min(known, seconds) if is_new else followed
 
@@ -140,7 +140,8 @@ class SharedWidth:
             if width == 1 or cost / plain - expected <= self.credit:
                 rates[width] = expected / cost
         looks = self._looks[lanes] = self._looks.get(lanes, 0) + 1
-        if looks % LOOK == 0:
+        self._is_look = looks % LOOK == 0
+        if self._is_look:
             order = [width for n, width in self._runs if n == lanes]
             return min(rates, key=lambda width: order.index(width) if width in order else -1)
         return max(rates, key=rates.get)

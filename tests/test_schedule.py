@@ -116,6 +116,16 @@ def test_a_first_time_that_was_disturbed_is_forgotten():
     assert seen[4] > 1 and Counter(chosen[500:]).most_common(1)[0][0] == 16
 
 
+def test_plain_rounds_that_were_disturbed_are_timed_again():
+    """Drafts that lose look well beside them, and would for ever."""
+
+    def cost(number, width):
+        return GPU[width] * (3.0 if number < 3 else 1.0)
+
+    chosen, *_ = decode(SharedWidth(16), fresh_lanes(4), cost, 0.0, 200)
+    assert chosen[3:60].count(1) < 10 and chosen[100:].count(1) > 90
+
+
 @pytest.mark.parametrize("before, after, ends", [(1.0, 8.0, 1), (8.0, 1.0, 16)])
 def test_many_lanes_follow_what_rounds_cost(before, after, ends):
     """Drafting becomes dear, or cheap, in the middle."""

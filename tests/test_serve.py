@@ -266,6 +266,7 @@ def test_queue_and_gaps_between_rounds_are_told(server):
     assert queued == begun == SLOTS + 2 and gaps == rounds >= 1
     assert 0 < queued_s < first_s and 0 < gap_s and first_s + gap_s <= (SLOTS + 2) * took
 
+
 def test_histograms_are_what_prometheus_reads():
     """A value at a bound lies within it; each bucket holds those below it too."""
     meters = Meters()

@@ -17,7 +17,10 @@ HELP = {  # name -> (kind, what it is); all begin with minidflash_
     "round_seconds_total": ("counter", "Seconds of these rounds."),
     "first_token_seconds": ("histogram", "Seconds from a request to its first token."),
     "queue_seconds": ("histogram", "The part of them in which its prompt did not run, but waited."),
-    "round_gap_seconds": ("histogram", "Seconds between two rounds of a text: the later one, and a prompt's."),
+    "round_gap_seconds": (
+        "histogram",
+        "Seconds from a round of a text to its next: that one, and what ran before.",
+    ),
 }
 BOUNDS = {  # of a histogram's buckets, seconds
     "first_token_seconds": (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60),
