@@ -122,8 +122,8 @@ def test_plain_rounds_that_were_disturbed_are_timed_again():
     def cost(number, width):
         return GPU[width] * (3.0 if number < 3 else 1.0)
 
-    chosen, *_ = decode(SharedWidth(16), fresh_lanes(4), cost, 0.0, 200)
-    assert chosen[3:60].count(1) < 10 and chosen[100:].count(1) > 90
+    chosen, *_ = decode(SharedWidth(16), fresh_lanes(4), cost, 0.0, 300)
+    assert chosen[3:60].count(1) < 10 and chosen[200:].count(1) > 90
 
 
 @pytest.mark.parametrize("before, after, ends", [(1.0, 8.0, 1), (8.0, 1.0, 16)])
