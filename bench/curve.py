@@ -208,7 +208,7 @@ def main():
     facts = {
         "backend": engine.ops.name, "activations": engine.ops.activations, "on": machine_of(engine.ops),
         "target": engine.target_name, "drafter": engine.drafter_name,
-        "settings": {"max_tokens": args.tokens, "requests": args.requests, "repeat": args.repeat,
+        "settings": {"max_tokens": args.tokens, "least_texts": args.requests, "repeat": args.repeat,
                      "accept": args.accept, "slowest_percent": SLOWEST},
         "load_before": os.getloadavg()[0],
     } | device(engine.ops)  # fmt: skip

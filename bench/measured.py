@@ -364,6 +364,7 @@ def sections(results):
         pair_speed(results, "cpu-high-tau", "Where drafts fit"),
         lossless(results, "CPU", ["lossless-cpu", *(f"{name}-cpu" for name in SAMPLED)]), block_rule(results),
         measured_load.curve(results, "curve-cpu"), soak(results),
+        *(measured_load.serving(results, name) for name in results.names("soak-serve-*cpu")),
     ]  # fmt: skip
     for card, where in CARDS.items():
         texts = [f"{name}-{card}" for name in ("lossless-embedded", *SAMPLED)]

@@ -1,4 +1,5 @@
-"""What bench/MEASURED.md says of many requests at once. As bench/measured.py, which asks for it."""
+"""What bench/MEASURED.md says of many requests at once, and of the server under them. As bench/measured.py,
+which asks for it."""
 
 from quote import begin, of, picture, prose, table
 
@@ -20,8 +21,8 @@ def curve(results, name):
     yield from begin(f"Many requests at once, {found['target']}", found)
     yield from prose(
         f"On {found['on']}, a closed loop: a text that ends is replaced by the next prompt. "
-        f"{settings['requests']} texts of {settings['max_tokens']} tokens at most, or three a place; medians "
-        f"of {settings['repeat']} runs. {differing} from plain decoding of their prompt alone."
+        f"{settings['least_texts']} texts of {settings['max_tokens']} tokens at most, or three a place; "
+        f"medians of {settings['repeat']} runs. {differing} from plain decoding of their prompt alone."
     )
     if settings["accept"] is not None:
         yield from prose(f"Random weights; a draft is right with a chance of {settings['accept']}.")
@@ -52,3 +53,29 @@ def curve(results, name):
             f"Auto is no slower than plain, within three per cent, at {kept}; at worst {min(over):.2f} times "
             f"plain's tokens a second, at best {max(over):.2f} times."
         )
+
+
+def serving(results, name):
+    """`minidflash serve` under clients of whom some leave and some send no request (bench/soak_serve.py)."""
+    found = results[name]
+    ends = found["sigterm"]
+    wrong = of(found["texts_wrong"], found["texts_checked"], "texts were not")
+    right = of(sum(one["right"] for one in ends), sum(one["under_way"] for one in ends), "got theirs")
+    refused = of(sum(one["is_refused"] for one in ends), len(ends), "times")
+    codes = ", ".join(str(one["code"]) for one in ends)
+    yield from begin(f"A server under many clients, {found['pair']} pair", found)
+    yield from prose(
+        f"{found['connections']} connections; {wrong} what `generate` gives alone. "
+        f"SIGTERM came while clients waited for a text: {right}, later ones were refused {refused}; exit "
+        f"codes {codes}."
+    )
+    yield ""
+    heads = (
+        "requests", "clients that left", "bodies that were no request", "memory before, MiB", "after, MiB",
+        "slots free at the end",
+    )  # fmt: skip
+    yield from table(heads, [(
+        f"{found['requests']:,}", f"{found['disconnects']:,}", f"{found['garbage']:,}",
+        f"{found['memory_before_mib']:.1f}", f"{found['memory_after_mib']:.1f}",
+        of(found["slots_free"], found["slots"]),
+    )])  # fmt: skip

@@ -177,7 +177,7 @@ CURVE = {
     "date": "2026-01-01", "commit": "1234567", "command": "python x.py",
     "machine": {"cores": 2, "processor": "a processor"}, "target": "a target", "on": "a machine",
     "texts": 96, "differing": 1,
-    "settings": {"max_tokens": 64, "requests": 16, "repeat": 3, "accept": None, "slowest_percent": 5},
+    "settings": {"max_tokens": 64, "least_texts": 16, "repeat": 3, "accept": None, "slowest_percent": 5},
     "points": [point("1", 1, 100.0, 100.0), point("auto", 1, 150.0, 147.0),
                point("1", 4, 60.0, 240.0), point("auto", 4, 58.0, 230.0, tau=1.75)],
 }  # fmt: skip
