@@ -121,15 +121,18 @@ class SharedWidth:
             self.seconds[kind] = min(known, seconds) if is_new else followed
 
     def _settle(self):
-        """What the newest round earned or lost, in plain rounds of its lanes. One that was disturbed loses no
-        more than can be earned."""
+        """What the newest round earned or lost, in plain rounds of its lanes; where it was recorded, or
+        disturbed, no more than such a round is worth."""
         if self._before is None:
             return
         lanes, width, schedules, before = self._before
-        gained = (sum(one.tokens for one in schedules) - before) / len(schedules)
-        lost = min(EARNED, self._cost / self.seconds[lanes, 1] - gained) if width > 1 else 0.0
+        self._before, lost = None, 0.0
+        if width > 1:
+            gained = (sum(one.tokens for one in schedules) - before) / len(schedules)
+            most = EARNED if (lanes, width) in self.seconds else CREDIT
+            cost = min(self._cost, 2 * self.seconds.get((lanes, width), self._cost))
+            lost = min(most, cost / self.seconds[lanes, 1] - gained)
         self.credit = min(EARNED, self.credit + SHARED_PROBE - lost)
-        self._before = None
 
     def _best(self, lanes, schedules):
         if self._runs.get((lanes, 1), 0) <= BEST_OF:
@@ -149,8 +152,9 @@ class SharedWidth:
     def _costs(self, lanes):
         """{v: time of a round of so many lanes}, of what was timed and the next width beyond.
 
-        Of one that was not timed, or once only, at least: more rows cost no less, and a drafting round costs
-        many lanes no fewer plain rounds than few, whose rows hide behind the reading of the weights.
+        Of one that was not timed at least: more rows cost no less, and a drafting round costs many lanes no
+        fewer plain rounds than few, whose rows hide behind the reading of the weights. A single time is
+        doubted, the more so where there is credit to try again.
         """
         plain = least = self.seconds[lanes, 1]
         costs = {1: plain}
@@ -161,7 +165,8 @@ class SharedWidth:
                 least = max(least, plain * self.seconds[near, width] / self.seconds[near, 1])
             timed = self.seconds.get((lanes, width))
             is_sure = self._runs.get((lanes, width), 0) > BEST_OF
-            costs[width] = timed if is_sure else min(timed or least, least)
+            doubted = (timed or 0.0) / 2 if self.credit < CREDIT else 0.0
+            costs[width] = timed if is_sure else max(least, doubted)
             if timed is None and not fewer:
                 break
             least = max(least, timed or least)
