@@ -1,5 +1,8 @@
 """How many rows to verify: `auto` maximises tokens a second from measured costs and running acceptance."""
 
+from itertools import accumulate
+from operator import mul
+
 # Drafting may lose this many plain rounds to learn whether it pays, and this share of the time so far; what
 # it earned in the text before counts too, up to EARNED plain rounds. So a text of 50 tokens is at most 5 %
 # slower than plain decoding, one of 17 9 %. One round is what a first draft may lose: with a CREDIT of 0.3,
@@ -37,10 +40,12 @@ class Schedule:
         self.seconds = {}
         self.kept, self.seen = [0.0] * block, [0.0] * block
         self.lost, self.tokens = 0.0, 0
+        self._totals = None  # `expected` of each width, until a draft is learned from
 
     def begin(self):
         """A new text: most of what was learned about the last one does not hold for it."""
         self.kept, self.seen = ([KEPT * value for value in counts] for counts in (self.kept, self.seen))
+        self._totals = None
         self.lost = max(min(0.0, self.lost), -EARNED * self.seconds.get(1, 0.0))
         self.tokens = 0
 
@@ -65,11 +70,11 @@ class Schedule:
 
     def expected(self, width):
         """Tokens that a round of this width is expected to commit."""
-        total = reach = 1.0
-        for i in range(1, width):
-            reach *= (self.kept[i] + PRIOR * WEIGHT) / (self.seen[i] + WEIGHT)
-            total += reach
-        return total
+        if self._totals is None:
+            counts = zip(self.kept[1:], self.seen[1:], strict=True)
+            right = ((kept + PRIOR * WEIGHT) / (seen + WEIGHT) for kept, seen in counts)
+            self._totals = list(accumulate(accumulate(right, mul, initial=1.0)))
+        return self._totals[width - 1]
 
     def learn(self, width, accepted, emitted, seconds):
         """Take in what a round did."""
@@ -79,6 +84,7 @@ class Schedule:
             self.seconds[width] = known + LEARN * (min(seconds, 2 * known) - known)
         if width == 1:
             return
+        self._totals = None
         self.lost += seconds - emitted * self.seconds.get(1, 0.0)
         for i in range(1, width):
             if i > accepted + 1:
