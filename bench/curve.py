@@ -207,7 +207,7 @@ def main():
     concurrency = args.concurrency or (GPU if args.backend == "cuda" else CPU)
     facts = {
         "backend": engine.ops.name, "activations": engine.ops.activations, "on": machine_of(engine.ops),
-        "target": engine.target_name, "drafter": engine.drafter_name,
+        "pair": called(args), "target": engine.target_name, "drafter": engine.drafter_name,
         "settings": {"max_tokens": args.tokens, "least_texts": args.requests, "repeat": args.repeat,
                      "accept": args.accept, "slowest_percent": SLOWEST},
         "load_before": os.getloadavg()[0],
@@ -216,6 +216,13 @@ def main():
         return measure(engine, prompts, concurrency, args, facts)
     with made_right(engine, prompts[0], args.tokens, args.accept):
         return measure(engine, prompts[:1], concurrency, args, facts)
+
+
+def called(args):
+    """The pair in words."""
+    if args.shape:
+        return f"{args.shape}'s shape, random weights"
+    return "embedded pair" if args.target == "default" else args.target
 
 
 def opened(args):

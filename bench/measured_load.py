@@ -18,14 +18,14 @@ def curve(results, name):
     points, settings = found["points"], found["settings"]
     plain = {one["concurrency"]: one["tokens_per_s"] for one in points if one["width"] == PLAIN}
     differing = of(found["differing"], found["texts"], "texts differ")
-    yield from begin(f"Many requests at once, {found['target']}", found)
+    yield from begin(f"Many requests at once, {found['pair']}", found)
     yield from prose(
         f"On {found['on']}, a closed loop: a text that ends is replaced by the next prompt. "
         f"{settings['least_texts']} texts of {settings['max_tokens']} tokens at most, or three a place; "
         f"medians of {settings['repeat']} runs. {differing} from plain decoding of their prompt alone."
     )
     if settings["accept"] is not None:
-        yield from prose(f"Random weights; a draft is right with a chance of {settings['accept']}.")
+        yield from prose(f"Drafts are made right with a chance of {settings['accept']} each.")
     yield from picture(name, "Tokens a second of all requests over those of one, by width")
 
     def row(one):

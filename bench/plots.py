@@ -11,7 +11,7 @@ from collections import Counter
 from math import ceil, log10
 from pathlib import Path
 
-from quote import Refused, Results, at, of_card
+from quote import Refused, Results, at, of, of_card
 from record import RESULTS, ROOT
 from svg import LINE, WIDTH, Picture
 
@@ -253,8 +253,8 @@ def curve(results, name):
     picture = begin(
         f"Many requests at once: {found.get('card') or found['machine']['processor']}",
         "Lines by width: tokens a second of all requests over those of one; a point for each load.",
-        f"{found['target']}, {found['settings']['max_tokens']} tokens a text; the texts of all ways are the "
-        f"same.",
+        f"{found['pair']}, {found['settings']['max_tokens']} tokens a text; "
+        f"{of(found['differing'], found['texts'], 'texts')} differ from plain ones.",
         "Numbers at points: requests at a time. Higher and further right is better.",
     )
     left, right, top, bottom = 60, WIDTH - 30, 100, 400

@@ -129,7 +129,13 @@ def test_a_run_writes_its_points_and_fails_where_texts_differ(curve, monkeypatch
     at = [(one["width"], one["concurrency"]) for one in found["points"]]
     assert at == [("1", 1), ("4", 1), ("1", 2), ("4", 2)]
     assert (found["texts"], found["differing"]) == (18, 0) and found["settings"]["max_tokens"] == 6
-    assert found["backend"] == "numba" and found["commit"] and found["on"] and found["versions"]["numba"]
+    assert (
+        found["pair"] == str(target)
+        and found["backend"] == "numba"
+        and found["commit"]
+        and found["on"]
+        and found["versions"]["numba"]
+    )
     monkeypatch.setattr(curve, "alone", lambda *_: [SimpleNamespace(tokens=[1], prompt_tokens=2)] * 2)
     assert curve.main() == 1
     assert json.loads((tmp_path / "few.json").read_text())["differing"] == 18

@@ -175,7 +175,7 @@ def point(width, concurrency, each, rate, **changes):
 
 CURVE = {
     "date": "2026-01-01", "commit": "1234567", "command": "python x.py",
-    "machine": {"cores": 2, "processor": "a processor"}, "target": "a target", "on": "a machine",
+    "machine": {"cores": 2, "processor": "a processor"}, "pair": "a pair", "on": "a machine",
     "texts": 96, "differing": 1,
     "settings": {"max_tokens": 64, "least_texts": 16, "repeat": 3, "accept": None, "slowest_percent": 5},
     "points": [point("1", 1, 100.0, 100.0), point("auto", 1, 150.0, 147.0),
@@ -191,6 +191,7 @@ def test_a_curve_is_drawn_to_scale_and_says_where_auto_loses(bench, drawn, tmp_p
     assert (x1 - left) / (x4 - left) == pytest.approx(100 / 60, rel=1e-3)
     assert (bottom - y4) / (bottom - y1) == pytest.approx(240 / 100, rel=1e-3)
     legend = words(picture).splitlines()
+    assert "a pair, 64 tokens a text; 1 of 96 texts differ from plain ones." in legend
     assert "plain" in legend and "auto" in legend and "8 rows" not in legend
     results = bench("quote").Results(tmp_path)
     text = " ".join("\n".join(bench("report").measured(results)).split())
