@@ -15,10 +15,11 @@ PRIOR, WEIGHT = (
     1.0,
 )  # acceptance of a position before anything is known, and how many rounds that counts for
 LEARN = 0.2  # weight of a new time
-# Of a width that all lanes share: what share of its rounds drafting may lose; every how many rounds of one
-# number of lanes the width runs that ran longest ago, since its time may have been another program's fault or
-# that of shorter contexts; and how many first times of a kind the best is taken of.
-SHARED_PROBE, LOOK, BEST_OF = 0.01, 64, 2
+# Of a width that all lanes share: what share of its rounds drafting may lose, and how many plain rounds of a
+# lane more with each new text, which may be one of another kind; every how many rounds of one number of lanes
+# the width runs that ran longest ago, since its time may have been another program's fault or that of shorter
+# contexts; and how many first times of a kind the best is taken of.
+SHARED_PROBE, FIRST, LOOK, BEST_OF = 0.01, 0.5, 64, 2
 
 
 def widths(block):
@@ -98,7 +99,7 @@ class SharedWidth:
 
     Plain rounds come first, then small widths, then larger ones: what a width may cost is judged before it
     runs. seconds: {(lanes, v): time of a round}. credit: how many plain rounds drafting may lose; it grows
-    with every round, and by what drafting earns, up to EARNED. No text depends on it.
+    with every round and text, and by what drafting earns, up to EARNED. No text depends on it.
     """
 
     def __init__(self, block):
@@ -111,6 +112,8 @@ class SharedWidth:
         """v of the next round. schedules: of the texts that decode, for what they expect to commit and what
         the newest round brought them."""
         self._settle()
+        begun = sum(one.tokens == 0 for one in schedules) / len(schedules)
+        self.credit = min(EARNED, self.credit + FIRST * begun)
         width = self._best(lanes, schedules)
         self._before = lanes, width, schedules, sum(one.tokens for one in schedules)
         return width
