@@ -50,6 +50,11 @@ def source(found):
     return f"`bench/results/{found['name']}.json`: {found['commit']}, {found['date']}, `{found['command']}`"
 
 
+def origin(found):
+    """The short of it, for a page that leads to the whole."""
+    return f"`{found['name']}`: {found['commit']}, {found['date']}"
+
+
 def prose(text):
     return textwrap.wrap(text, 110, break_long_words=False, break_on_hyphens=False)
 

@@ -11,7 +11,7 @@ import sys
 
 import plots
 from measured import sections
-from quote import Results, at, of, of_card, source, table
+from quote import Results, at, of, of_card, origin, table
 from record import RESULTS, ROOT
 
 README, MEASURED, DOCS = ROOT / "README.md", ROOT / "bench" / "MEASURED.md", ROOT / "docs"
@@ -40,9 +40,9 @@ def measured(results):
 
 def summary(results):
     """The lines of the README's block."""
-    heads = "measured", "result", "from"
-    cards = [(name, card) for card in ("h200", "h100") for name in (rounds, pair, same)]
-    parts = [cpu(results), programs(results), *(part(results, card) for part, card in cards), peer(results)]
+    heads = "measured", "result", "file in `bench/results`"
+    parts = [cpu(results), programs(results), *(part(results, "h200") for part in (rounds, pair, same))]
+    parts.append(peer(results))
     return list(table(heads, [row for part in parts for row in results.quoted(part)]))
 
 
@@ -50,7 +50,7 @@ def cpu(results):
     found = results["cpu"]
     kinds = ", ".join(f"{one['kind']} {one['speedup']:.2f} (tau {one['tau']:.2f})" for one in found["kinds"])
     where = f"{found['machine']['cores']} CPU cores, embedded pair, times plain"
-    yield where, kinds, source(found)
+    yield where, kinds, origin(found)
 
 
 def programs(results):
@@ -60,7 +60,7 @@ def programs(results):
         best[one["program"]] = max(one, best.get(one["program"], one), key=lambda way: way["tokens_per_s"])
     said = ", ".join(f"{name} {one['tokens_per_s']:.1f} ({one['way']})" for name, one in best.items())
     where = f"{found['threads']} CPU threads, embedded pair, {len(found['prompts'])} prompts, tok/s at best"
-    yield where, said, source(found)
+    yield where, said, origin(found)
 
 
 def rounds(results, card):
@@ -72,7 +72,7 @@ def rounds(results, card):
         return f"{ms[part]:.2f} ms ({floor[bound] / ms[part]:.0%} of it the floor)"
 
     what = f"plain round {said('plain_round', 'plain')}, a whole one of block 16 {said('round_16', 'round')}"
-    yield f"{card.upper()}, Qwen3-8B's shape, context 2048", what, source(found)
+    yield f"{card.upper()}, Qwen3-8B's shape, context 2048", what, origin(found)
 
 
 def pair(results, card):
@@ -81,7 +81,7 @@ def pair(results, card):
     yield (
         f"{card.upper()}, embedded pair, {row['prompts']} prompts",
         f"{row['drafted_tokens_per_s']:.0f} tok/s, {row['speedup']:.2f} times plain; tau {row['tau']:.2f}",
-        source(found),
+        origin(found),
     )
 
 
@@ -90,7 +90,7 @@ def same(results, card):
     yield (
         f"{card.upper()}, drafted runs that differ from plain ones",
         f"{of(found['differing'], found['runs'])}, {found['tokens_compared']:,} tokens",
-        source(found),
+        origin(found),
     )
 
 
@@ -103,7 +103,7 @@ def peer(results):
     yield (
         f"H100, {found['shape']}'s shape, a step of the public dflash {found['dflash']} loop",
         f"{step:.1f} ms, {step / round_:.1f} times our round's {round_:.2f} ms",
-        f"{source(found)}; {source(ours)}",
+        f"{origin(found)}; {origin(ours)}",
     )
 
 

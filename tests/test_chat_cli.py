@@ -108,7 +108,7 @@ class Terminal:
         os.close(end)
 
     def wait(self, pattern, again="", every=5):
-        """Read until the pattern is shown behind what earlier waits found. again: typed every so many seconds."""
+        """Read until the pattern is shown behind what earlier waits found. again: typed every few seconds."""
         until, then = time.monotonic() + 100, time.monotonic() + every
         while not (found := re.search(pattern, self.shown)):
             assert time.monotonic() < until, self.shown[-2000:]
@@ -146,7 +146,9 @@ def test_ctrl_c_stops_a_reply_and_keeps_what_was_said(endless):
     terminal = Terminal(endless)
     terminal.wait("/help lists the commands")
     terminal.wait("> ")
-    terminal.type("\x03")  # at the prompt: one that comes between it and the wait for a line is seen with the next
+    terminal.type(
+        "\x03"
+    )  # at the prompt: one that comes between it and the wait for a line is seen with the next
     terminal.wait("> ", again="\x03")
     terminal.type("t9\n")
     terminal.wait("(t20 ){5}")

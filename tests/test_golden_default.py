@@ -88,7 +88,7 @@ def test_auto_gives_the_same_ids(ops):
 @pytest.mark.slow
 @pytest.mark.parametrize("ops", parameters(["oracle"], ["f32"]), indirect=True)
 @pytest.mark.parametrize(
-    "p, b, count", [(p, b, TOKENS) for p in PROMPTS for b in (16, 8, 4)] if FULL else [(0, 8, 8)]
+    "p, b, count", [(p, b, TOKENS) for p in PROMPTS for b in (16, 8, 4)] if FULL else [(0, 8, 4)]
 )
 def test_oracle(ops, p, b, count):
     """The whole of it takes the oracle minutes: MINIDFLASH_FULL=1."""

@@ -180,16 +180,11 @@ def test_the_embedded_pair(tmp_path):
     prompts = ["Write a Python function that reverses a string.", "List the first ten multiples of 7.",
                "Tell a short story about a lighthouse."]  # fmt: skip
     seen = Counter()
+    ways = [(16, 64, True), (16, "auto", True), (8, 3, True), (4, 64, False)]
     for i, text in enumerate(prompts):
         prompt = ids_of(engine, text)
         known = md.generate(engine, prompt, max_tokens=112, drafter=None, ignore_eos=True).tokens
-        for block, verify, own in (
-            (16, 64, True),
-            (16, "auto", True),
-            (8, 3, True),
-            (16, 64, False),
-            (4, 64, False),
-        ):
+        for block, verify, own in [(16, 64, False), *(ways if FULL else [ways[i], ways[-1 - i]])]:
             propose = engine.draft
             if not own:
                 propose = Replay(prompt + known, len(prompt), block, engine.target.config.vocab, i)

@@ -14,7 +14,7 @@ from tests.conftest import FULL, open_or_skip, parameters
 from tests.random_pair import write_random
 from tests.replay import Replay, proposing
 
-WINDOW, BLOCK, CHUNK, NEW = 20, 8, 16, 30
+WINDOW, BLOCK, CHUNK = 20, 8, 16
 SLIDING = ["sliding_attention", "sliding_attention"]
 PROMPT = np.random.default_rng(3).integers(0, 97, 304).tolist()
 
@@ -37,14 +37,14 @@ def open_pair(folder, ops, chunk, kinds=SLIDING):
                    warm=False, prefill_chunk=chunk)  # fmt: skip
 
 
-def told_of(prompt, engine, known=None, **options):
+def told_of(prompt, engine, known=None, new=30, **options):
     """(ids, log-probabilities) of a run, which show every bit of its logits.
 
     known: ids that drafts repeat, with mistakes so that every length is accepted and rolled back.
     """
 
     def run():
-        result = md.generate(engine, prompt, max_tokens=NEW, logprobs=True, **options)
+        result = md.generate(engine, prompt, max_tokens=new, logprobs=True, **options)
         return result.tokens, result.logprobs
 
     if known is None:
@@ -68,8 +68,10 @@ def test_wraps_and_rollbacks_change_no_bit(ops, tmp_path, monkeypatch, kinds):
     kinds = KINDS[kinds]
     monkeypatch.setenv("MINIDFLASH_CHECK", "1")
     chunks = (CHUNK,) if ops.name == "emulate" else (7, CHUNK)
-    prompt = PROMPT if ops.name != "emulate" else PROMPT[:260]  # two rings of 144 rows and a bit
-    told = partial(told_of, prompt)
+    prompt, new = (
+        (PROMPT, 30) if ops.name != "emulate" else (PROMPT[:280], 12)
+    )  # two rings of 144 rows, a bit
+    told = partial(told_of, prompt, new=new)
     found = []
     for chunk in chunks:
         engine = open_pair(tmp_path / str(chunk), ops, chunk, kinds)
@@ -78,7 +80,7 @@ def test_wraps_and_rollbacks_change_no_bit(ops, tmp_path, monkeypatch, kinds):
         for verify in (BLOCK,) if ops.name == "emulate" else (3, BLOCK):
             assert told(engine, plain[0], verify=verify) == plain, verify
         rooms = [cache.k.shape[2] for cache in engine.state.caches]
-        last = len(prompt) + NEW
+        last = len(prompt) + new
         assert all(
             last // room >= 2 for room, kind in zip(rooms, kinds, strict=True) if kind == SLIDING[0]
         ), rooms
@@ -88,7 +90,7 @@ def test_wraps_and_rollbacks_change_no_bit(ops, tmp_path, monkeypatch, kinds):
         patch.setattr(state, "cache_rows", lambda window, room, newest, cut: room)
         whole = open_pair(tmp_path / "whole", ops, CHUNK, kinds)
         found.append(told(whole, drafter=False))
-        assert whole.state.caches[0].k.shape[2] >= len(prompt) + NEW
+        assert whole.state.caches[0].k.shape[2] >= len(prompt) + new
         drafted = told(whole, verify=BLOCK), whole
     assert found == [found[0]] * len(found)
     assert told(engine, verify=BLOCK) == drafted[0], "and the drafter's own drafts"

@@ -26,6 +26,8 @@ LAW_CASES = [{"temperature": t, **law} for t in (0.3, 1.0, 1.7) for law in FILTE
 FEW_LAW_CASES = [law for law in LAW_CASES if law["temperature"] == 1.0 or len(law) == 1]
 RAW = {"ignore_eos": True}
 RULES = ("match", "reject")
+RULED = [(accept, law) for accept in RULES for law in LAW_CASES]
+FEW_RULED = [(RULES[i % 2], law) for i, law in enumerate(FEW_LAW_CASES)]
 ON = ["numba", "emulate", "cuda"], ["f32"]
 on_backends = pytest.mark.parametrize(
     "backend", [pytest.param(p.values[0][0], id=p.values[0][0], marks=p.marks) for p in parameters(*ON)]
@@ -89,14 +91,13 @@ def joint(start=5, **law):
 
 
 # Outcomes: usually, and with FULL.
-COUNTS = {"numba": (1500, 4000), "emulate": (60, 400), "cuda": (300, 2000)}
+COUNTS = {"numba": (1000, 4000), "emulate": (60, 400), "cuda": (300, 2000)}
 
 
-@pytest.mark.parametrize("on, law", parameters_with(LAW_CASES, FEW_LAW_CASES, *ON))
-@pytest.mark.parametrize("accept", RULES)
-def test_the_joint_law_of_three_tokens(fx_of, on, accept, law, monkeypatch):
+@pytest.mark.parametrize("on, ruled", parameters_with(RULED, FEW_RULED, *ON))
+def test_the_joint_law_of_three_tokens(fx_of, on, ruled, monkeypatch):
     monkeypatch.setenv("MINIDFLASH_CHECK", "0")
-    fx, count = fx_of(on[0]), COUNTS[on[0]][FULL]
+    fx, count, (accept, law) = fx_of(on[0]), COUNTS[on[0]][FULL], ruled
     counts, found = triples(fx, count, block=3, verify=3, accept=accept, **law)
     assert counts.sum() == count and surprise(counts, joint(**law)) < 4.5
     assert 0 < sum(r - 1 for one in found.samples for r in one["rounds"]), "drafts are kept"
@@ -217,7 +218,7 @@ def test_the_emulator_samples_the_same_text_with_any_drafter(activations, tmp_pa
 def test_the_embedded_pair_samples_the_same_text(tmp_path):
     engine = embedded()
     prompt = ids_of(engine, "Write a Python function that reverses a string.")
-    seeds, count = (50, 128) if FULL else (2, 64)
+    seeds, count = (50, 128) if FULL else (2, 40)
     for seed in range(seeds):
         sampled_sweep(engine, prompt, seed, count, 16, ((64,), (4,), ("auto",))[seed % 3])
 
@@ -248,7 +249,7 @@ def test_a_draw_that_moves_with_the_round_is_caught(tmp_path):
 @pytest.mark.parametrize("accept", RULES)
 @on_backends
 def test_f59_filters_reach_the_verify_sampler(fx_of, backend, accept, law):
-    fx, count, seeds = fx_of(backend), *((30, 20) if backend == "numba" else (12, 4))
+    fx, count, seeds = fx_of(backend), *((30, 20) if backend == "numba" else (12, 2))
     greedy = md.generate(fx, [9] * 10 + [5], max_tokens=count, **RAW).tokens
     for seed in range(seeds):
         options = {"seed": seed, "temperature": 1.0, "accept": accept, **RAW, **law}
@@ -267,7 +268,8 @@ def test_f60_tiny_temperatures_are_greedy_and_none_gives_nan(fx_of, backend, acc
         **RAW,
     }
     greedy = md.generate(fx, prompt, max_tokens=options["max_tokens"], **RAW).tokens
-    for temperature in (0, 0.0, 1e-9, 1e-6, 1e-5, 1e-4, 1e-3):
+    tiny = (0, 0.0, 1e-9, 1e-6, 1e-5, 1e-4, 1e-3)
+    for temperature in tiny if backend != "emulate" or FULL else (0, 1e-6, 1e-3):
         found = md.generate(fx, prompt, temperature=temperature, **options)
         assert found.tokens == greedy
         assert np.isfinite(found.logprobs).all()
@@ -388,7 +390,7 @@ def test_f69_many_rounds_leave_memory_as_it_was(fx, monkeypatch):
     monkeypatch.setenv("MINIDFLASH_CHECK", "0")
     options = {"temperature": 1.0, "max_tokens": 200, "verify": 3, "top_p": 0.95, **RAW}
     rounds, marks = 0, []
-    for seed in range(200 if FULL else 30):
+    for seed in range(200 if FULL else 18):
         found = md.generate(fx, [9, 5], seed=seed, **options)
         assert all(0 <= token < VOCAB for token in found.tokens)
         rounds += len(found.rounds)

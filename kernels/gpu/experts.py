@@ -13,7 +13,7 @@ import numpy as np
 
 from ..weight import EXPERT_PAIRS, EXPERTS, TILE, Weight
 from . import COUNTERS, plain
-from .split import CHUNK, SHARED_PER_BLOCK, STATIC
+from .split import CHUNK, SHARED_PER_BLOCK, STATIC, tiling
 
 TOKEN_TILES = 1, 2, 4  # groups of 8 rows that kernels are compiled for
 # k, bytes, and registers a lane of experts_units.cuh's unit
@@ -178,12 +178,8 @@ def pack(backend, parts, role, experts):
         return None
     is_paired = role == EXPERT_PAIRS
     rows, cols = sum(part.shape[0] for part in parts) // experts, int(np.prod(parts[0].shape[1:]))
-    tiles, half = -(-rows // TILE), min(rows, TILE // 2)
-    if is_paired:
-        half = rows // 2
-        tiles = -(-half // (TILE // 2))
-    sizes = [half if is_paired else rows, rows - half]
-    stride, layout = (TILE // 2, "packed pairs") if is_paired else (TILE, "packed")
+    tiles, half, stride, sizes = tiling(rows, is_paired)
+    layout = "packed pairs" if is_paired else "packed"
     if all(part.dtype == "BF16" for part in parts):
         raw, chunks = backend.raw(parts), -(-cols // CHUNK)
         data = backend.empty((experts, tiles, chunks, 2, 32, 8), np.uint16)

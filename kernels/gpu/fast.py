@@ -52,19 +52,17 @@ def pack(backend, parts, role, count=0):
         return None
     raw = backend.raw(parts)
     rows, cols = raw.shape
-    is_paired = role == PAIRS
-    tiles, chunks = tiles_of(rows, is_paired), -(-cols // split.CHUNK)
+    tiles, half, stride, sizes = split.tiling(rows, role == PAIRS)
+    chunks = -(-cols // split.CHUNK)
     data = backend.empty((tiles, chunks, 2, 32, 8), np.uint16)
-    half = rows // 2 if is_paired else min(rows, TILE // 2)
-    sizes = [half, half, TILE // 2] if is_paired else [rows, rows - half, TILE]
-    grid = -(-tiles * chunks * 32 // 256)
-    backend.launch("pack.cu", "pack", grid, 256, 0, [raw, raw[half:], data, *sizes, tiles, cols, 0])
-    return Weight((rows, cols), "bf16", PAIRED if is_paired else "packed", (data,))
+    args = [raw, raw[half:], data, *sizes, stride, tiles, cols, 0]
+    backend.launch("pack.cu", "pack", -(-tiles * chunks * 32 // 256), 256, 0, args)
+    return Weight((rows, cols), "bf16", PAIRED if role == PAIRS else "packed", (data,))
 
 
 def tiles_of(rows, is_paired=False):
     """16-row tiles of a packed weight."""
-    return -(-rows // 2 // (TILE // 2)) if is_paired else -(-rows // TILE)
+    return split.tiling(rows, is_paired)[0]
 
 
 def work_size(backend, rows, cols, outputs):

@@ -7,8 +7,8 @@ from math import prod
 import numpy as np
 
 from ..fp8 import BLOCK, SCALE_ROWS, scale_shape
-from ..weight import EXPERT_PAIRS, PAIRS, TILE, Weight
-from .split import CHUNK
+from ..weight import EXPERT_PAIRS, PAIRS, Weight
+from .split import CHUNK, tiling
 
 MOST_CHUNKS = 16  # of a step: a lane has each scale
 
@@ -53,10 +53,7 @@ def pack(backend, parts, role, experts=0):
     """`Weight` of FP8 tensors stacked along rows, of `experts` or, 0, of a matrix."""
     is_paired, count = role in (PAIRS, EXPERT_PAIRS), max(experts, 1)
     rows, cols = sum(part.shape[0] for part in parts) // count, int(np.prod(parts[0].shape[1:]))
-    half = rows // 2 if is_paired else min(rows, TILE // 2)
-    stride = TILE // 2 if is_paired else TILE
-    tiles = pieces(half if is_paired else rows, stride)
-    sizes = [half if is_paired else rows, rows - half]
+    tiles, half, stride, sizes = tiling(rows, is_paired)
     stored = backend.load(parts, np.uint8)
     end = 4 * scale_count(count * rows, cols)
     scales, codes = stored[:end], stored[end:]

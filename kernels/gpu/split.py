@@ -10,13 +10,28 @@ from dataclasses import dataclass, fields
 from functools import cache
 from importlib import resources
 
-TILE, CHUNK = 16, 32  # output rows of a tile; inputs of a chunk
+from ..weight import TILE
+
+CHUNK = 32  # inputs of a chunk
 SQUARES = 64  # f32 a slice, as in skinny.cuh
 SHARED_PER_SM, SHARED_PER_BLOCK = 233472, 232448  # H100 and newer; a block costs 1 KB more than it asks for
 STATIC = 2048  # shared bytes that kernels of the family declare themselves
 TOKEN_TILES = 1, 2, 4  # groups of 8 token rows that kernels are compiled for
 ROWS = 8 * TOKEN_TILES[-1]  # of one pass; more rows are more passes
 MOST_SLICED_TILES = 4000  # one counter a tile when there is more than one slice
+
+
+def tiling(rows, is_paired=False):
+    """How a matrix's output rows lie in row tiles: (tiles, half, stride, sizes) for the packing kernels.
+
+    is_paired: a tile has 8 rows of gate and, behind them, the same 8 of up. half: how far a tile's second
+    half lies behind its first in the file. stride: rows from a tile to the next. sizes: rows that the two
+    halves' tiles may have.
+    """
+    half = rows // 2 if is_paired else min(rows, TILE // 2)
+    stride = TILE // 2 if is_paired else TILE
+    sizes = [half if is_paired else rows, rows - half]
+    return -(-sizes[0] // stride), half, stride, sizes
 
 
 @dataclass(frozen=True)
