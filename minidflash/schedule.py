@@ -99,7 +99,8 @@ class SharedWidth:
 
     Plain rounds come first, then small widths, then larger ones: what a width may cost is judged before it
     runs. seconds: {(lanes, v): time of a round}. credit: how many plain rounds drafting may lose; it grows
-    with every round and text, and by what drafting earns, up to EARNED. No text depends on it.
+    with every round and text, and by what drafting earns, up to EARNED. Debts keep a width that was timed
+    from running only where it expects to gain less than CREDIT. No text depends on it.
     """
 
     def __init__(self, block):
@@ -130,33 +131,39 @@ class SharedWidth:
             self.seconds[kind] = min(known, seconds) if is_new else followed
 
     def _settle(self):
-        """What the newest round earned or lost, in plain rounds of its lanes; where it was recorded, or
-        disturbed, no more than such a round is worth."""
+        """What the newest round earned or lost, in plain rounds of its lanes. However it was disturbed: v
+        rows and a draft cost no more than a plain round each, and what is known to be cheap not twice that.
+        """
         if self._before is None:
             return
         lanes, width, schedules, before = self._before
         self._before, lost = None, 0.0
         if width > 1:
             gained = (sum(one.tokens for one in schedules) - before) / len(schedules)
-            most = EARNED if (lanes, width) in self.seconds else CREDIT
             cost = min(self._cost, 2 * self.seconds.get((lanes, width), self._cost))
-            lost = min(most, cost / self.seconds[lanes, 1] - gained)
+            lost = min(width + 1, cost / self.seconds[lanes, 1]) - gained
         self.credit = min(EARNED, self.credit + SHARED_PROBE - lost)
 
     def _best(self, lanes, schedules):
-        if self._runs.get((lanes, 1), 0) <= BEST_OF:
+        if not self._is_sure(lanes, 1):
             return 1
         plain, rates = self.seconds[lanes, 1], {}
-        for width, cost in self._costs(lanes).items():
-            expected = sum(one.expected(width) for one in schedules) / len(schedules)
-            if width == 1 or cost / plain - expected <= self.credit:
-                rates[width] = expected / cost
         looks = self._looks[lanes] = self._looks.get(lanes, 0) + 1
         self._is_look = looks % LOOK == 0
+        for width, cost in self._costs(lanes).items():
+            expected = sum(one.expected(width) for one in schedules) / len(schedules)
+            credit = max(self.credit, -CREDIT) if self._is_sure(lanes, width) else self.credit
+            is_rich = self._is_look and credit == EARNED  # enough to see whether a dear width still is
+            if width == 1 or is_rich or cost / plain - expected <= credit:
+                rates[width] = expected / cost
         if self._is_look:
             order = [width for n, width in self._runs if n == lanes]
             return min(rates, key=lambda width: order.index(width) if width in order else -1)
         return max(rates, key=rates.get)
+
+    def _is_sure(self, lanes, width):
+        """Whether a time was measured often enough."""
+        return self._runs.get((lanes, width), 0) > BEST_OF
 
     def _costs(self, lanes):
         """{v: time of a round of so many lanes}, of what was timed and the next width beyond.
@@ -173,9 +180,8 @@ class SharedWidth:
                 near = max(fewer)
                 least = max(least, plain * self.seconds[near, width] / self.seconds[near, 1])
             timed = self.seconds.get((lanes, width))
-            is_sure = self._runs.get((lanes, width), 0) > BEST_OF
             doubted = (timed or 0.0) / 2 if self.credit < CREDIT else 0.0
-            costs[width] = timed if is_sure else max(least, doubted)
+            costs[width] = timed if self._is_sure(lanes, width) else max(least, doubted)
             if timed is None and not fewer:
                 break
             least = max(least, timed or least)
