@@ -155,7 +155,9 @@ def points(engine, prompts, results, concurrency, widths, tokens, requests, repe
                 closed_loop(batch, prompts, concurrency, 2 * concurrency, min(tokens, WARM))
                 done.append(closed_loop(batch, prompts, concurrency, requests, tokens))
     found = [told(width, concurrency, done, wanted) for width, done in runs.items()]
+    plain = next((one["tokens_per_s"] for one in found if one["width"] == PLAIN), None)
     for one in found:
+        one["plain_tokens_per_s"] = plain
         print(one, flush=True)
     return found
 

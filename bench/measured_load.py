@@ -3,33 +3,37 @@ which asks for it."""
 
 from quote import begin, of, picture, prose, table
 
-PLAIN = "1"  # the width without a drafter, as bench/curve.py calls it
 ALLOWED = 0.97  # of plain's tokens a second: less is slower
 
 
 def called(width):
     """A width of bench/curve.py in words."""
-    return {PLAIN: "plain", "auto": "auto"}.get(width, f"v = {width}")
+    return {"1": "plain", "auto": "auto"}.get(width, f"v = {width}")
+
+
+def over_plain(point):
+    """How many times plain's tokens a second at this load; None where plain was not measured."""
+    return point["plain_tokens_per_s"] and point["tokens_per_s"] / point["plain_tokens_per_s"]
 
 
 def curve(results, name):
     """A closed loop at several loads, plain and by rows verified (bench/curve.py)."""
     found = results[name]
     points, settings = found["points"], found["settings"]
-    plain = {one["concurrency"]: one["tokens_per_s"] for one in points if one["width"] == PLAIN}
     differing = of(found["differing"], found["texts"], "texts differ")
     yield from begin(f"Many requests at once, {found['pair']}", found)
     yield from prose(
         f"On {found['on']}, a closed loop: a text that ends is replaced by the next prompt. "
         f"{settings['least_texts']} texts of {settings['max_tokens']} tokens at most, or three a place; "
-        f"medians of {settings['repeat']} runs. {differing} from plain decoding of their prompt alone."
+        f"runs of a point: {settings['repeat']}, their median. {differing} from plain decoding of their "
+        f"prompt alone."
     )
     if settings["accept"] is not None:
         yield from prose(f"Drafts are made right with a chance of {settings['accept']} each.")
     yield from picture(name, "Tokens a second of all requests over those of one, by width")
 
     def row(one):
-        over = one["tokens_per_s"] / plain[one["concurrency"]] if one["concurrency"] in plain else None
+        over = over_plain(one)
         return (
             str(one["concurrency"]), called(one["width"]), f"{one['tokens_per_s']:.0f}",
             "-" if over is None else f"{over:.2f}",
@@ -44,9 +48,9 @@ def curve(results, name):
         "first token, ms", f"slowest {share}%", "tau", "lanes a pass", "rows a pass",
     )  # fmt: skip
     yield from table(heads, map(row, points))
-    auto = [one for one in points if one["width"] == "auto" and one["concurrency"] in plain]
+    auto = [one for one in points if one["width"] == "auto" and one["plain_tokens_per_s"]]
     if auto:
-        over = [one["tokens_per_s"] / plain[one["concurrency"]] for one in auto]
+        over = [over_plain(one) for one in auto]
         kept = of(sum(one >= ALLOWED for one in over), len(over), "loads")
         yield ""
         yield from prose(

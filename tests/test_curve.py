@@ -71,6 +71,7 @@ def test_every_width_gives_the_texts_alone_and_says_what_it_did(curve, engine):
     assert [one["width"] for one in found] == ["1", "4", "auto"]
     assert [(one["texts"], one["differing"]) for one in found] == [(18, 0)] * 3
     plain, fixed, auto = found
+    assert {one["plain_tokens_per_s"] for one in found} == {plain["tokens_per_s"]}
     assert plain["tau"] == 1 and set(plain["passes_by_width"]) == {"1"}
     assert set(fixed["passes_by_width"]) == {"4"} and fixed["tau"] > 1
     assert set(auto["passes_by_width"]) <= {"1", "4", "8", "16"}

@@ -168,6 +168,7 @@ def point(width, concurrency, each, rate, **changes):
     """A point of a curve as bench/curve.py writes it."""
     return {
         "width": width, "concurrency": concurrency, "texts": 16, "differing": 0, "tokens_per_s": rate,
+        "plain_tokens_per_s": {1: 100.0, 4: 240.0}[concurrency],
         "user_tokens_per_s": each, "slowest_user_tokens_per_s": each / 2, "first_token_ms": 31.0,
         "slowest_first_token_ms": 62.0, "tau": 2.25, "lanes": 1.5, "rows_a_pass": 6.5,
     } | changes  # fmt: skip
