@@ -1,6 +1,7 @@
 """How many rows to verify: `auto` maximises tokens a second from measured costs and running acceptance."""
 
 from itertools import accumulate
+from math import inf
 from operator import mul
 
 # Drafting may lose this many plain rounds to learn whether it pays, and this share of the time so far; what
@@ -19,7 +20,7 @@ LEARN = 0.2  # weight of a new time
 # lane more with each new text, which may be one of another kind; every how many rounds of one number of lanes
 # the width runs that ran longest ago, since its time may have been another program's fault or that of shorter
 # contexts; and how many first times of a kind the best is taken of.
-SHARED_PROBE, FIRST, LOOK, BEST_OF = 0.01, 0.5, 64, 2
+SHARED_PROBE, FIRST, LOOK, BEST_OF = 0.01, 0.25, 64, 2
 
 
 def widths(block):
@@ -152,14 +153,20 @@ class SharedWidth:
         self._is_look = looks % LOOK == 0
         for width, cost in self._costs(lanes).items():
             expected = sum(one.expected(width) for one in schedules) / len(schedules)
-            credit = max(self.credit, -CREDIT) if self._is_sure(lanes, width) else self.credit
-            is_rich = self._is_look and credit == EARNED  # enough to see whether a dear width still is
-            if width == 1 or is_rich or cost / plain - expected <= credit:
+            if width == 1 or cost / plain - expected <= self._most(lanes, width):
                 rates[width] = expected / cost
         if self._is_look:
             order = [width for n, width in self._runs if n == lanes]
             return min(rates, key=lambda width: order.index(width) if width in order else -1)
         return max(rates, key=rates.get)
+
+    def _most(self, lanes, width):
+        """Plain rounds that a round of this width may be expected to lose."""
+        if not self._is_sure(lanes, width):
+            return min(self.credit, 0.0)  # it will hardly cost less than was reckoned
+        if self._is_look and self.credit == EARNED:
+            return inf  # enough to see whether a dear width still is
+        return max(self.credit, -CREDIT)
 
     def _is_sure(self, lanes, width):
         """Whether a time was measured often enough."""
