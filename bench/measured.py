@@ -6,6 +6,7 @@ bench/report.py puts them together.
 """
 
 import measured_experts
+import measured_load
 import measured_peers
 from quote import at, begin, of, of_card, picture, prose, source, table
 
@@ -362,7 +363,8 @@ def sections(results):
         cpu_speed(results), measured_peers.programs(results),
         pair_speed(results, "cpu-high-tau", "Where drafts fit"),
         lossless(results, "CPU", ["lossless-cpu", *(f"{name}-cpu" for name in SAMPLED)]), block_rule(results),
-        soak(results),
+        measured_load.curve(results, "curve-cpu"), soak(results),
+        *(measured_load.serving(results, name) for name in results.names("soak-serve-*cpu")),
     ]  # fmt: skip
     for card, where in CARDS.items():
         texts = [f"{name}-{card}" for name in ("lossless-embedded", *SAMPLED)]
@@ -377,6 +379,7 @@ def sections(results):
             attention(results, card),
             pair_speed(results, f"embedded-{card}", "Embedded pair", f"speed-{card}"),
             acceptance(results, card),
+            *(measured_load.curve(results, name) for name in results.names(f"curve-*{card}")),
             lossless(results, card.upper(), texts),
             *(checks(results, name) for name in results.names(f"gpu-check-*{card}")),
             *(sanitizer(results, name) for name in results.names(f"sanitizer-*{card}")),

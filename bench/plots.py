@@ -8,9 +8,10 @@ A picture whose result is refused (bench/quote.py) is not drawn.
 
 import argparse
 from collections import Counter
+from math import ceil, log10
 from pathlib import Path
 
-from quote import Refused, Results, at, of_card
+from quote import Refused, Results, at, of, of_card
 from record import RESULTS, ROOT
 from svg import LINE, WIDTH, Picture
 
@@ -223,6 +224,71 @@ def timeline(results, name):
     yield from picture.lines()
 
 
+WAYS = {  # width of a curve -> (how it is called, line, dash)
+    "1": ("plain", "line line-grey", None), "4": ("4 rows", "line line-orange", "7 3"),
+    "8": ("8 rows", "line edge", "2 3"), "16": ("16 rows", "line line-grey", "9 3 2 3"),
+    "auto": ("auto", "line line-blue", None),
+}  # fmt: skip
+
+
+AXES = "user_tokens_per_s", "tokens_per_s"  # of a curve: across, up
+
+
+def ticks(values):
+    """Round numbers from 0 to the largest value or just beyond, about five."""
+    most = max(values)
+    power = 10.0 ** (ceil(log10(most / 5)) - 1)
+    step = next(power * n for n in (1, 2, 5, 10) if power * n * 5 >= most)
+    return [step * n for n in range(ceil(most / step) + 1)]
+
+
+def curve(results, name):
+    """Tokens a second of all texts over those of one, a line a width, a point a load."""
+    found = results[name]
+    lines = {}
+    for one in found["points"]:
+        if one["width"] not in WAYS:
+            raise Refused(f"{found['name']}: a width without a line: {one['width']}")
+        lines.setdefault(one["width"], []).append(one)
+    picture = begin(
+        f"Many requests at once: {found.get('card') or found['machine']['processor']}",
+        "Lines by width: tokens a second of all requests over those of one; a point for each load.",
+        f"{found['pair']}, {found['settings']['max_tokens']} tokens a text; "
+        f"{of(found['differing'], found['texts'], 'texts')} differ from plain ones.",
+        "Numbers at points: requests at a time. Higher and further right is better.",
+    )
+    left, right, top, bottom = 60, WIDTH - 30, 100, 400
+    across, up = (ticks(one[key] for one in found["points"]) for key in AXES)
+
+    def place(one):
+        x, y = (one[key] / marks[-1] for key, marks in zip(AXES, (across, up), strict=True))
+        return left + (right - left) * x, bottom - (bottom - top) * y
+
+    for value in up:
+        y = place({AXES[0]: 0, AXES[1]: value})[1]
+        picture.line([(left, y), (right, y)], "axis", "1 5" if value else None)
+        picture.text(left - 6, y + 4, f"{value:,.0f}", "small", "end")
+    for value in across[1:]:
+        x = place({AXES[0]: value, AXES[1]: 0})[0]
+        picture.text(min(x, right - 6), bottom + 18, f"{value:,.0f}", "small", "middle")
+    picture.text(left, top - 12, "tokens a second of all", "small")
+    picture.text((left + right) / 2, bottom + 36, "tokens a second of one request, median", "small", "middle")
+    for number, (width, points) in enumerate(lines.items()):
+        called, css, dash = WAYS[width]
+        picture.line(list(map(place, points)), css, dash)
+        for one in points:
+            x, y = place(one)
+            picture.line([(x - 3, y), (x + 3, y)], css)
+            if width in ("1", "auto"):
+                below = 16 if width == "1" else -8
+                picture.text(x, y + below, str(one["concurrency"]), "small", "middle")
+        row = top + 8 + LINE * number
+        picture.line([(right - 130, row), (right - 90, row)], css, dash)
+        picture.text(right - 80, row + 5, called)
+    picture.foot(source(found))
+    yield from picture.lines()
+
+
 def pictures(results):
     """{file name: its text} of all that can be drawn."""
     drawn = {"speed-cpu": speed(results, "cpu", "2 CPU cores"), "peers-cpu": peers(results)}
@@ -232,6 +298,7 @@ def pictures(results):
         drawn[f"acceptance-{card}"] = acceptance(results, card)
     drawn["peers-h100"] = peer_steps(results, "h100")
     drawn |= {name: timeline(results, name) for name in results.names("timeline-*")}
+    drawn |= {name: curve(results, name) for name in results.names("curve-*")}
     lines = {name: results.quoted(parts) for name, parts in drawn.items()}
     return {f"{name}.svg": "\n".join([*found, ""]) for name, found in lines.items() if found}
 

@@ -84,9 +84,9 @@ def some(marks, count=10):
     return marks[:: max(1, len(marks) // count)] + marks[-1:]
 
 
-def resident():
-    """Bytes of this process in memory."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+def resident(process="self"):
+    """Bytes of a process in memory. process: its id, or "self"."""
+    return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * 4096
 
 
 def on_card(engine):

@@ -79,14 +79,16 @@ class Ahead:
         cost, *copies = one.result()
         read = dict(zip(one.read, copies, strict=True))
         experts = self._distinct(read["touched"]) if self._touched else None
-        if self.shared is not None:
-            self.shared.learn(one.count, one.width, cost)
-        seconds = max(cost, time.perf_counter() - since)
+        seconds, before = max(cost, time.perf_counter() - since), {}
         for lane, slot in one.slots.items():
             if not lane.is_over:
+                before[lane] = lane.committed
                 self._tell(lane, slot, one, read, cost, Round([], seconds=seconds, experts=experts))
                 if lane.is_over:
                     self.leave(lane)
+        if self.shared is not None and before:
+            tokens = sum(lane.committed - count for lane, count in before.items()) / len(before)
+            self.shared.learn(one.count, one.width, cost, tokens)
         return seconds
 
     def join(self, lane):
@@ -95,6 +97,8 @@ class Ahead:
             self.leave(lane)
         else:
             self.lanes.append(lane)
+            if self.shared is not None:
+                self.shared.begin(len(self.lanes))
 
     def leave(self, lane):
         """A lane ends, or never begins: rounds pass its slot over until the next text has settled there."""

@@ -1,6 +1,8 @@
 """How many rows to verify: `auto` maximises tokens a second from measured costs and running acceptance."""
 
-from collections import Counter
+from itertools import accumulate
+from math import inf
+from operator import mul
 
 # Drafting may lose this many plain rounds to learn whether it pays, and this share of the time so far; what
 # it earned in the text before counts too, up to EARNED plain rounds. So a text of 50 tokens is at most 5 %
@@ -14,8 +16,11 @@ PRIOR, WEIGHT = (
     1.0,
 )  # acceptance of a position before anything is known, and how many rounds that counts for
 LEARN = 0.2  # weight of a new time
-STAY = 1.05  # how much faster another width must be for all lanes to take it
-TIMED = 3  # rounds of a kind until its time is known: recorded, and the better of two
+# Of a width that all lanes share: what share of its rounds drafting may lose, and how many plain rounds of a
+# lane more with each new text, which may be one of another kind; every how many rounds of one number of lanes
+# the width runs that ran longest ago, since its time may have been another program's fault or that of shorter
+# contexts; and how many first times of a kind the best is taken of.
+SHARED_PROBE, FIRST, LOOK, BEST_OF = 0.01, 0.25, 64, 2
 
 
 def widths(block):
@@ -37,10 +42,12 @@ class Schedule:
         self.seconds = {}
         self.kept, self.seen = [0.0] * block, [0.0] * block
         self.lost, self.tokens = 0.0, 0
+        self._totals = None  # `expected` of each width, until a draft is learned from
 
     def begin(self):
         """A new text: most of what was learned about the last one does not hold for it."""
         self.kept, self.seen = ([KEPT * value for value in counts] for counts in (self.kept, self.seen))
+        self._totals = None
         self.lost = max(min(0.0, self.lost), -EARNED * self.seconds.get(1, 0.0))
         self.tokens = 0
 
@@ -65,11 +72,11 @@ class Schedule:
 
     def expected(self, width):
         """Tokens that a round of this width is expected to commit."""
-        total = reach = 1.0
-        for i in range(1, width):
-            reach *= (self.kept[i] + PRIOR * WEIGHT) / (self.seen[i] + WEIGHT)
-            total += reach
-        return total
+        if self._totals is None:
+            counts = zip(self.kept[1:], self.seen[1:], strict=True)
+            right = ((kept + PRIOR * WEIGHT) / (seen + WEIGHT) for kept, seen in counts)
+            self._totals = list(accumulate(accumulate(right, mul, initial=1.0)))
+        return self._totals[width - 1]
 
     def learn(self, width, accepted, emitted, seconds):
         """Take in what a round did."""
@@ -79,6 +86,7 @@ class Schedule:
             self.seconds[width] = known + LEARN * (min(seconds, 2 * known) - known)
         if width == 1:
             return
+        self._totals = None
         self.lost += seconds - emitted * self.seconds.get(1, 0.0)
         for i in range(1, width):
             if i > accepted + 1:
@@ -90,36 +98,89 @@ class Schedule:
 class SharedWidth:
     """One v a round for all lanes: the most tokens a second, from what rounds of so many lanes took.
 
-    seconds: {(lanes, v): time of a round}, the better of two, then followed. A pair that was not timed is
-    tried, since its rounds commit tokens too, unless it would not pay even at the time of fewer rows. No text
-    depends on it.
+    Plain rounds come first, then small widths, then larger ones: what a width may cost is judged before it
+    runs. seconds: {(lanes, v): time of a round}. credit: how many plain rounds drafting may lose; it grows
+    with every round and text, and by what drafting earns, up to EARNED. Debts keep a width that was timed
+    from running only where it expects to gain less than CREDIT. No text depends on it.
     """
 
     def __init__(self, block):
-        self.widths, self.seconds = widths(block), {}
-        self._ran, self._last = Counter(), 1
+        self.widths, self.seconds, self.credit = widths(block), {}, CREDIT
+        self._runs, self._rounds = {}, {}  # by (lanes, v), the one that ran longest ago first; by lanes
+        self._look = None  # (lanes, v) that runs to be timed again
+
+    def begin(self, lanes):
+        """A text comes, one of so many then."""
+        self.credit = min(EARNED, self.credit + FIRST / lanes)
 
     def choose(self, lanes, schedules):
-        """v of the next round. schedules: of the texts that decode, for what they expect to commit."""
-        rates, least = {}, 0.0  # least: seconds of the widest round so far
-        for width in self.widths:
-            tokens = sum(one.expected(width) for one in schedules)
-            if self._ran[lanes, width] < TIMED and tokens > least * max(rates.values(), default=0.0):
-                return width
-            if (lanes, width) in self.seconds:
-                least = self.seconds[lanes, width]
-                rates[width] = tokens / least
-        best = max(rates, key=rates.get)
-        if rates[best] > STAY * rates.get(self._last, 0.0):
-            self._last = best
-        return self._last
+        """v of the next round. schedules: of the texts that decode, for what they expect to commit. May be
+        asked again, and before the rounds under way are learned from."""
+        if not self._is_sure(lanes, 1):
+            return 1
+        plain, rates = self.seconds[lanes, 1], {}
+        is_look = self._rounds.get(lanes, 0) % LOOK == LOOK - 1
+        for width, cost in self._costs(lanes).items():
+            expected = sum(one.expected(width) for one in schedules) / len(schedules)
+            if width == 1 or cost / plain - expected <= self._most(lanes, width, is_look):
+                rates[width] = expected / cost
+        if is_look:
+            order = [width for n, width in self._runs if n == lanes]
+            oldest = min(rates, key=lambda width: order.index(width) if width in order else -1)
+            self._look = lanes, oldest
+            return oldest
+        return max(rates, key=rates.get)
 
-    def learn(self, lanes, width, seconds):
-        """Take in what a round took; not the first of its kind, which is recorded then."""
-        kind = lanes, width
-        self._ran[kind] += 1
-        known = self.seconds.get(kind, seconds)
-        if self._ran[kind] > TIMED:
-            self.seconds[kind] = known + LEARN * (min(seconds, 2 * known) - known)
-        elif self._ran[kind] > 1:
-            self.seconds[kind] = min(known, seconds)
+    def learn(self, lanes, width, seconds, tokens):
+        """Take in what a round took, not the first of its kind, which is recorded then, and what it brought:
+        tokens a lane. However it was disturbed: v rows and a draft cost no more than a plain round each, and
+        what is known to be cheap not twice that.
+        """
+        kind, lost = (lanes, width), 0.0
+        runs = self._runs[kind] = self._runs.pop(kind, 0) + 1
+        self._rounds[lanes] = self._rounds.get(lanes, 0) + 1
+        if runs > 1:
+            known = self.seconds.setdefault(kind, seconds)
+            is_new = runs <= 1 + BEST_OF or self._look == kind
+            followed = known + LEARN * (min(seconds, 2 * known) - known)
+            self.seconds[kind] = min(known, seconds) if is_new else followed
+        self._look = None if self._look == kind else self._look
+        if width > 1:
+            plain = self.seconds.get((lanes, 1), seconds)
+            cost = min(seconds, 2 * self.seconds.get(kind, seconds))
+            lost = min(width + 1, cost / plain) - tokens
+        self.credit = min(EARNED, self.credit + SHARED_PROBE - lost)
+
+    def _most(self, lanes, width, is_look):
+        """Plain rounds that a round of this width may be expected to lose."""
+        if not self._is_sure(lanes, width):
+            return min(self.credit, 0.0)  # it will hardly cost less than was reckoned
+        if is_look and self.credit == EARNED:
+            return inf  # enough to see whether a dear width still is
+        return max(self.credit, -CREDIT)
+
+    def _is_sure(self, lanes, width):
+        """Whether a time was measured often enough."""
+        return self._runs.get((lanes, width), 0) > BEST_OF
+
+    def _costs(self, lanes):
+        """{v: time of a round of so many lanes}, of what was timed and the next width beyond.
+
+        Of one that was not timed at least: more rows cost no less, and a drafting round costs many lanes no
+        fewer plain rounds than few, whose rows hide behind the reading of the weights. A single time is
+        doubted, the more so where there is credit to try again.
+        """
+        plain = least = self.seconds[lanes, 1]
+        costs = {1: plain}
+        for width in self.widths[1:]:
+            fewer = [n for n, v in self.seconds if v == width and n < lanes and (n, 1) in self.seconds]
+            if fewer:
+                near = max(fewer)
+                least = max(least, plain * self.seconds[near, width] / self.seconds[near, 1])
+            timed = self.seconds.get((lanes, width))
+            doubted = (timed or 0.0) / 2 if self.credit < CREDIT else 0.0
+            costs[width] = timed if self._is_sure(lanes, width) else max(least, doubted)
+            if timed is None and not fewer:
+                break
+            least = max(least, timed or least)
+        return costs

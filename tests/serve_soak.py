@@ -12,10 +12,10 @@ PATH = "/v1/chat/completions"
 GARBAGE = [b"", b"{", b"\xff\x00", b"[1, 2]", b'{"messages": 5}', b'{"messages": [], "tools": [1]}']
 
 
-async def soak(url, texts, count, connections=8, leave=0.1, garbage=0.05, seed=0):
+async def soak(url, texts, count, connections=8, leave=0.1, garbage=0.05, seed=0, max_tokens=24):
     """Send `count` requests over some connections.
 
-    texts: {seed of a request: the text it must get}, all of as many tokens. leave, garbage: shares of clients
+    texts: {seed of a request: the text it must get}. max_tokens: of each. leave, garbage: shares of clients
     that leave, and of bodies that are no request. Returns a Counter of how requests went: completed, wrong,
     left, refused, and status N for what nobody asked for.
     """
@@ -31,7 +31,7 @@ async def soak(url, texts, count, connections=8, leave=0.1, garbage=0.05, seed=0
             elif drawn < garbage + leave:
                 how[await leave_early(client, dice, one)] += 1
             else:
-                how[await ask(client, dice.random() < 0.5, one, texts[one])] += 1
+                how[await ask(client, dice.random() < 0.5, one, texts[one], max_tokens)] += 1
 
     async with httpx.AsyncClient(base_url=url, limits=limits, timeout=120) as client:
         await asyncio.gather(*[work(client) for _ in range(connections)])
@@ -43,9 +43,9 @@ def body_of(seed, max_tokens, is_streamed):
     return {"messages": PROMPT, "max_tokens": max_tokens, "seed": seed, "stream": is_streamed} | LAW
 
 
-async def ask(client, is_streamed, seed, text):
+async def ask(client, is_streamed, seed, text, max_tokens):
     """A client that waits for its text."""
-    response = await client.post(PATH, json=body_of(seed, len(text.split()), is_streamed))
+    response = await client.post(PATH, json=body_of(seed, max_tokens, bool(is_streamed)))
     if response.status_code != 200:
         return f"status {response.status_code}"
     if is_streamed:

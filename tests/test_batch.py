@@ -9,6 +9,7 @@ import pytest
 
 import minidflash as md
 from minidflash.errors import UserError
+from minidflash.schedule import widths
 from tests.conftest import FULL, parameters
 from tests.models import engine_of, target_of
 
@@ -99,6 +100,19 @@ def test_texts_are_those_alone_on_a_card(ops, stopping):
     play(ops.name, ops.activations, DENSE, 3, count, stopping)
 
 
+class AnyWidth:
+    """Stands in for the batch's SharedWidth, which would follow the clock: widths in any order."""
+
+    def __init__(self, block):
+        self._widths, self._rng = widths(block), np.random.default_rng(block)
+
+    def choose(self, lanes, schedules):
+        return int(self._rng.choice([1, *self._widths]))
+
+    def learn(self, lanes, width, seconds):
+        pass
+
+
 def play(backend, activations, pair, slots, count, stopping):
     """Requests join at random rounds, some are cancelled at random ones."""
     engine = stopping(backend, activations, pair)
@@ -106,6 +120,7 @@ def play(backend, activations, pair, slots, count, stopping):
     found, handles, cancelled = {}, [], set()
     verify = 4 if backend == "emulate" else "auto"
     with md.Batch(engine, slots=slots, ctx=CTX, verify=verify) as batch:
+        batch._width = AnyWidth(batch.block)
         for number, (prompt, options, _) in enumerate(wanted):
             handles.append(batch.submit(prompt, **options))
             if number % 6 == 5:

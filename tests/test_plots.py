@@ -164,6 +164,51 @@ def test_peers_are_drawn_and_told_as_they_were_measured(bench, drawn, tmp_path):
     assert "llama.cpp 75.0 (q4_1 plain)" in "\n".join(bench("report").summary(results))
 
 
+def point(width, concurrency, each, rate, **changes):
+    """A point of a curve as bench/curve.py writes it."""
+    return {
+        "width": width, "concurrency": concurrency, "texts": 16, "differing": 0, "tokens_per_s": rate,
+        "plain_tokens_per_s": {1: 100.0, 4: 240.0}[concurrency],
+        "user_tokens_per_s": each, "slowest_user_tokens_per_s": each / 2, "first_token_ms": 31.0,
+        "slowest_first_token_ms": 62.0, "tau": 2.25, "lanes": 1.5, "rows_a_pass": 6.5,
+    } | changes  # fmt: skip
+
+
+CURVE = {
+    "date": "2026-01-01", "commit": "1234567", "command": "python x.py",
+    "machine": {"cores": 2, "processor": "a processor"}, "pair": "a pair", "on": "a machine",
+    "texts": 96, "differing": 1,
+    "settings": {"max_tokens": 64, "least_texts": 16, "repeat": 3, "accept": None, "slowest_percent": 5},
+    "points": [point("1", 1, 100.0, 100.0), point("auto", 1, 150.0, 147.0),
+               point("1", 4, 60.0, 240.0), point("auto", 4, 58.0, 230.0, tau=1.75)],
+}  # fmt: skip
+
+
+def test_a_curve_is_drawn_to_scale_and_says_where_auto_loses(bench, drawn, tmp_path):
+    picture = drawn(more={"curve-cpu": CURVE})["curve-cpu.svg"]
+    found = re.findall(r"[\d.]+", of_class(picture, "path", "line line-grey")[0].get("d"))
+    (x1, y1), (x4, y4) = [(float(x), float(y)) for x, y in zip(found[::2], found[1::2], strict=True)]
+    left, bottom = 60, 400  # where both axes begin
+    assert (x1 - left) / (x4 - left) == pytest.approx(100 / 60, rel=1e-3)
+    assert (bottom - y4) / (bottom - y1) == pytest.approx(240 / 100, rel=1e-3)
+    legend = words(picture).splitlines()
+    assert "a pair, 64 tokens a text; 1 of 96 texts differ from plain ones." in legend
+    assert "plain" in legend and "auto" in legend and "8 rows" not in legend
+    results = bench("quote").Results(tmp_path)
+    text = " ".join("\n".join(bench("report").measured(results)).split())
+    assert "| 4 | auto | 230 | 0.96 | 58 | 29 | 31 | 62 | 1.75 | 1.5 | 6.5 |" in text
+    assert "1 of 96 texts differ from plain decoding of their prompt alone." in text
+    assert "no slower than plain, within three per cent, at 1 of 2 loads; at worst 0.96 times" in text
+
+
+@pytest.mark.parametrize("most, marks", [
+    (240.0, [0, 50, 100, 150, 200, 250]), (5.0, [0, 1, 2, 3, 4, 5]), (7.3, [0, 2, 4, 6, 8]),
+    (12000.0, [0, 5000, 10000, 15000]),
+])  # fmt: skip
+def test_axes_have_round_numbers(bench, most, marks):
+    assert bench("plots").ticks([1.0, most]) == marks
+
+
 def test_steps_of_other_programs_stand_beside_ours(drawn):
     picture = drawn()["peers-h100.svg"]
     ours, theirs = widths(picture, "blue")

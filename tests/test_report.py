@@ -75,6 +75,7 @@ SETTINGS = {
     "cores", "date", "commit", "command", "versions", "dflash", "card", "processor", "compute_sanitizer",
     "on", "words",
     "failures", "max_tokens", "model", "row", "kind", "kernel", "shape", "cut",
+    "width", "concurrency", "slowest_percent", "least_texts", "accept", "connections",
 }  # fmt: skip
 # Written in bench/measured.py: rows and laws of the parts of a round, contexts that are looked up.
 LITERALS = {"0", "1", "4", "8", "16", "0.7", "0.9", "50", "2048"}
@@ -242,6 +243,25 @@ def test_verdicts_are_counted(said, case):
     text, changed = said(as_they_are)[0], said(lambda name, found: change(found) if name == part else None)[0]
     assert before in text and text.count(before) > changed.count(before)
     assert changed.count(after) > text.count(after)
+
+
+SERVED = {
+    "date": "2026-01-01", "commit": "1234567", "command": "python x.py", "machine": {"cores": 2},
+    "pair": "automaton", "connections": 8, "requests": 2000, "disconnects": 210, "garbage": 95, "slots": 4,
+    "slots_free": 3, "texts_checked": 1711, "texts_wrong": 2, "memory_before_mib": 180.5,
+    "memory_after_mib": 183.0,
+    "sigterm": [{"under_way": 8, "right": 8, "is_refused": True, "code": 0},
+                {"under_way": 8, "right": 7, "is_refused": False, "code": 1}],
+}  # fmt: skip
+
+
+def test_a_soak_of_the_server_says_what_went_wrong(bench, tmp_path):
+    (tmp_path / "soak-serve-cpu.json").write_text(json.dumps(SERVED))
+    results = bench("quote").Results(tmp_path)
+    text = " ".join("\n".join(bench("report").measured(results)).split())
+    assert "2 of 1,711 texts were not what `generate` gives alone." in text
+    assert "15 of 16 got theirs, later ones were refused 1 of 2 times; exit codes 0, 1." in text
+    assert "| 2,000 | 210 | 95 | 180.5 | 183.0 | 3 of 4 |" in text
 
 
 def test_products_of_two_models_stay_apart(said):

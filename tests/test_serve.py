@@ -3,12 +3,15 @@
 import json
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
 import pytest
 
 import minidflash as md
+from minidflash.serve.metrics import BOUNDS, Meters
+from minidflash.stats import Round
 from tests.served import LAW, PROMPT, SLOTS, WAITING, Running, events, opened, text_of
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -247,6 +250,48 @@ def test_health_and_metrics_tell_what_ran(server, alone):
     assert gained == [12, want.prompt_tokens, 1] and 1 <= server.metric("tau") <= 8
     for line in server.get("/metrics")[1].splitlines():
         assert line.startswith("# ") or float(line.rpartition(" ")[2]) >= 0
+
+
+def test_queue_and_gaps_between_rounds_are_told(server, alone):
+    names = "queue_seconds_count", "first_token_seconds_count", "round_gap_seconds_count", "rounds_total"
+    names += "first_token_seconds_sum", "queue_seconds_sum", "round_gap_seconds_sum"
+    alone(max_tokens=40, seed=3, **LAW)  # what is compiled then is compiled before
+    before = [server.metric(name) for name in names]
+    since = time.monotonic()
+    with ThreadPoolExecutor(SLOTS + 2) as pool:  # two of them wait for a slot
+        list(pool.map(lambda i: server.post(CHAT, {"messages": PROMPT, "max_tokens": 40, "seed": i} | LAW),
+                      range(SLOTS + 2)))  # fmt: skip
+    took = time.monotonic() - since
+    gained = [server.metric(name) - old for name, old in zip(names, before, strict=True)]
+    queued, begun, gaps, rounds, first_s, queued_s, gap_s = gained
+    assert queued == begun == SLOTS + 2 and gaps == rounds >= 1
+    assert 0 < queued_s < first_s and 0 < gap_s and first_s + gap_s <= (SLOTS + 2) * took
+
+
+def test_histograms_are_what_prometheus_reads():
+    """A value at a bound lies within it; each bucket holds those below it too."""
+    meters = Meters()
+    first = Round([5], seconds=0.02)
+    for waited in (0.01, 0.011, 0.1, 99.0):
+        meters.add(first, True, waited=waited)
+    meters.add(Round([5, 6], verify=4, seconds=0.004), True, gap=0.005)
+    lines = [line for line in meters.text(4, 0).splitlines() if not line.startswith("#")]
+    found = {name: float(number) for name, _, number in (line.rpartition(" ") for line in lines)}
+
+    def buckets(name):
+        begin = f'minidflash_{name}_bucket{{le="'
+        told = {key.removeprefix(begin)[:-2]: count for key, count in found.items() if key.startswith(begin)}
+        assert list(told)[-1] == "+Inf" and told["+Inf"] == found[f"minidflash_{name}_count"]
+        assert list(told.values()) == sorted(told.values())
+        assert [float(bound) for bound in told] == sorted(float(bound) for bound in told)
+        return told
+
+    waits, queue, gaps = (buckets(name) for name in BOUNDS)
+    assert (waits["0.01"], waits["0.025"], waits["0.05"], waits["0.1"], waits["60"]) == (1, 2, 2, 3, 3)
+    assert found["minidflash_first_token_seconds_sum"] == pytest.approx(99.121)
+    assert found["minidflash_queue_seconds_sum"] == pytest.approx(0.08 + 98.98) and queue["+Inf"] == 4
+    assert (gaps["0.002"], gaps["0.005"], found["minidflash_round_gap_seconds_count"]) == (0, 1, 1)
+    assert meters.text(4, 0).count("# TYPE minidflash_round_gap_seconds histogram\n") == 1
 
 
 def test_a_key_is_asked_for(engine):

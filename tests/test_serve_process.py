@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -100,6 +101,25 @@ def test_sigterm_lets_those_end_who_are_there(folder, engine):
     finally:
         process.kill()
         process.communicate()
+
+
+def test_the_soak_counts_what_went_and_how_it_ended(engine, bench):
+    """bench/soak_serve.py against a server in this process, which a signal stops."""
+    soaking = bench("soak_serve")
+    texts, args = texts_of(engine, range(4)), SimpleNamespace(requests=24, connections=3, tokens=TOKENS)
+    long = md.generate(engine, PROMPT, max_tokens=4 * TOKENS, seed=0, **LAW).text
+    with Running(md.Batch(engine, slots=2), max_waiting=2) as server:
+        server.wait(server.is_ready)
+        live = soaking.live(server.url, os.getpid(), texts, args, float("inf"), 1)
+        how, marks, lanes = asyncio.run(live)
+        assert how.total() == len(marks) == 12 and set(how) <= set(soaking.FINE) and lanes == 0
+        assert min(marks) > 2**20
+        bad = soaking.live(server.url, os.getpid(), dict.fromkeys(texts, "t1"), args, float("inf"), 2)
+        assert asyncio.run(bad)[0]["wrong"] > 6
+        process = SimpleNamespace(send_signal=lambda number: server.server.handle_exit(number, None))
+        found = asyncio.run(soaking.ended(server.url, process, (0, long, 4 * TOKENS), 3))
+        assert found == {"under_way": 3, "right": 3, "is_refused": True}
+        server.wait(lambda: not server._thread.is_alive())
 
 
 def test_what_cannot_be_served_is_said_in_one_line(mdf, monkeypatch, tmp_path, folder):

@@ -16,11 +16,12 @@ log = logging.getLogger("minidflash.serve")
 
 
 class Ticket:
-    """An answer that somebody waits for. handle: the batch's. items: Rounds and Refusals that came."""
+    """An answer that somebody waits for. handle: the batch's. items: Rounds and Refusals that came.
+    since: when it was asked for. newest: when its newest Round came, None before the first one."""
 
     def __init__(self, handle):
         self.handle, self.items, self.since = handle, asyncio.Queue(), time.monotonic()
-        self.has_begun = False
+        self.newest = None
 
 
 class EngineThread:
@@ -129,11 +130,12 @@ class EngineThread:
             del self._tickets[ticket.handle]
         self.batch.cancel(ticket.handle)
 
-    def _came(self, ticket, item):
-        """An item of the batch came."""
-        waited = None if ticket.has_begun else time.monotonic() - ticket.since
-        ticket.has_begun = True
-        self.meters.add(item.round, self.batch.engine.drafter is not None, waited)
+    def _came(self, ticket, item, now):
+        """An item of the batch came. now: when, by time.monotonic."""
+        is_first, before = ticket.newest is None, ticket.newest
+        ticket.newest = now
+        waited, gap = (now - ticket.since, None) if is_first else (None, now - before)
+        self.meters.add(item.round, self.batch.engine.drafter is not None, waited, gap)
         ticket.items.put_nowait(item.round if item.error is None else Refusal.of(item.error))
 
     # ---- in the thread -------------------------------------------------------------------------------------
@@ -160,7 +162,7 @@ class EngineThread:
             with self._lock:
                 ticket = self._tickets.get(item.handle)
             if ticket is not None:
-                self._tell(self._came, ticket, item)
+                self._tell(self._came, ticket, item, time.monotonic())
             if self._is_ended:
                 self.batch.close()
                 return
