@@ -2,7 +2,6 @@
 
 from functools import lru_cache
 from itertools import cycle
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -109,8 +108,10 @@ class AnyWidth:
     def choose(self, lanes, schedules):
         return int(self._rng.choice([1, *self._widths]))
 
-    def learn(self, lanes, width, seconds):
+    def begin(self, *_):
         pass
+
+    learn = begin
 
 
 def play(backend, activations, pair, slots, count, stopping):
@@ -182,7 +183,8 @@ def test_drafts_are_those_alone():
     alone = [drafts_at(md.stream(engine, p, max_tokens=40, verify=4)) for p in prompts]
     with md.Batch(engine, slots=3, ctx=CTX) as batch:
         plan = cycle([4, 4, 1, 4, *[1] * 18, 4, 4])
-        batch._width = SimpleNamespace(choose=lambda *_: next(plan), learn=lambda *_: None)
+        batch._width = AnyWidth(batch.block)
+        batch._width.choose = lambda *_: next(plan)
         found, handles = {}, [batch.submit(p, max_tokens=40) for p in prompts]
         gather(batch, found)
     seen = 0
