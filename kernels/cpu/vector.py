@@ -46,15 +46,15 @@ def _load(builder, bf16, pointer, vector):
     return builder.bitcast(builder.shl(builder.zext(value, wide), shift), out)
 
 
-def _prefetch(builder, pointer):
-    """Ask for what the loop reads PREFETCH bytes later: at 16 rows it is too slow for the hardware to run
+def _prefetch(builder, pointer, ahead):
+    """Ask for what the loop reads so many bytes later: at 16 rows it is too slow for the hardware to run
     ahead."""
     byte = ir.IntType(8).as_pointer()
     ask = cgutils.get_or_insert_function(
         builder.module, ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32]), "llvm.prefetch.p0"
     )
-    ahead = builder.gep(builder.bitcast(pointer, byte), [_number(PREFETCH)])
-    builder.call(ask, [ahead, *(ir.Constant(I32, v) for v in (0, 3, 1))])
+    there = builder.gep(builder.bitcast(pointer, byte), [ahead])
+    builder.call(ask, [there, *(ir.Constant(I32, v) for v in (0, 3, 1))])
 
 
 def _broadcast(builder, scalar):
