@@ -24,6 +24,7 @@ from .experts import SCRATCH
 from .experts import pack as pack_experts
 from .lanes import PACKED
 from .packing import pack, pack_blocks, pack_scales
+from .program import Program
 
 _LOCK = threading.Lock()
 _FILES = {
@@ -38,9 +39,14 @@ def function_of(name):
 
 
 def _locked(function, backend):
+    """What runs a row. function: gives the compiled kernel and its arguments, or nothing where there is
+    nothing to do."""
+
     def call(*args):
-        with _LOCK:
-            function(backend, *args)
+        if found := function(backend, *args):
+            kernel, values = found
+            with _LOCK:
+                kernel(*values)
 
     return call
 
@@ -85,6 +91,14 @@ class NumbaBackend(HostBackend):
         self.ones = np.ones(CHUNK, np.float32)
         for name in ROWS:
             setattr(self, name, _locked(function_of(name), self))
+
+    def compile(self, calls, bucket=None):
+        """A program that runs the kernels of checked calls in order, without Python between them."""
+        steps = []
+        for name, function, args in calls:
+            is_own = function is getattr(self, name, None)  # others are Python's, as a clock's look
+            steps.append(function_of(name)(self, *args) if is_own else (function, args))
+        return Program(filter(None, steps), _LOCK)
 
     # An absent argument is an empty array, so that a kernel is compiled for one set of types only.
     def f(self, value):

@@ -101,8 +101,15 @@ def provide(kind):
     """Make the loops of a kind known to compiled code, by name: before a kernel that calls them is loaded."""
     if kind in _loaded:
         return
-    text = module_of(kind)
-    path = jit.CACHE_FOLDER and jit.CACHE_FOLDER / f"dot-{kind}-{diskcache.digest(text, *jit.TARGET)}.o"
+    _loaded[kind] = engine = loaded(f"dot-{kind}", module_of(kind))
+    for tokens, tiles in SHAPES:
+        name = _name(kind, tokens, tiles)
+        llvm.add_symbol(name, engine.get_function_address(name))
+
+
+def loaded(name, text):
+    """An engine that holds a module's code, compiled once and kept on disk by this name and its text."""
+    path = jit.CACHE_FOLDER and jit.CACHE_FOLDER / f"{name}-{diskcache.digest(text, *jit.TARGET)}.o"
     code = path and diskcache.load(path)
     if not code:
         code = compiled(text)
@@ -111,10 +118,7 @@ def provide(kind):
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target_machine())
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
-    for tokens, tiles in SHAPES:
-        name = _name(kind, tokens, tiles)
-        llvm.add_symbol(name, engine.get_function_address(name))
-    _loaded[kind] = engine
+    return engine
 
 
 def provide_for(signature):

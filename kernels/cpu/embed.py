@@ -66,13 +66,11 @@ def _run_fp8(ids, codes, scales, numbers, scale, x):
 
 def embed(backend, ids, table, scale, x):
     if table.dtype == "fp8":
-        _run_fp8(ids, table.data["codes"], table.data["halves"], NUMBERS, scale, x)
-        return
+        return _run_fp8, (ids, table.data["codes"], table.data["halves"], NUMBERS, scale, x)
     kind = KINDS.get(table.dtype)
     if kind is None:
-        _run(ids, table.data, scale, x)
-        return
+        return _run, (ids, table.data, scale, x)
     records = table.data.view(np.uint8).reshape(*table.data.shape, -1)
     groups = 32 // kind.group * kind.has_scales
     places = planes_of(kind), word_bits(kind), head_bytes(kind), piece_bytes(kind)
-    _run_blocks(ids, records, *places, groups, kind.offset, scale, x)
+    return _run_blocks, (ids, records, *places, groups, kind.offset, scale, x)

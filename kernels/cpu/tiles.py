@@ -147,6 +147,21 @@ def tile_group(w, tile, count, cols, work, x_at, x_step, m, y_at, ld):
         _1x1(w, at, stride, 16, work, x_at, x_step, cols, work, y_at, ld)
 
 
+@jit
+def share(w, rows, cols, work, y_at, ld, thread, threads):
+    """A thread's share of what matmul describes."""
+    tiles = w.shape[0]
+    m = tokens_per_block(rows)
+    group = tiles_per_group(m)
+    tile, last = tiles * thread // threads, tiles * (thread + 1) // threads
+    while tile < last:
+        count = group if tile + group <= last else 1
+        for block in range(rows // m):
+            y = y_at + block * m * ld + tile * 16
+            tile_group(w, tile, count, cols, work, block * cols * m, m, m, y, ld)
+        tile += count
+
+
 @jit(parallel=True)
 def matmul(w, rows, cols, work, y_at, ld, threads):
     """work[y_at + t * ld + n] = sum_k w[n, k] * token t, for the `rows` token rows that lay_tokens put into
@@ -155,14 +170,5 @@ def matmul(w, rows, cols, work, y_at, ld, threads):
     w: packed. cols: K. ld: f32 from one token's outputs to the next, at least N rounded up to 16.
     threads: shares of the tiles, an argument because Numba does not cache what asks for it.
     """
-    tiles = w.shape[0]
-    m = tokens_per_block(rows)
-    group = tiles_per_group(m)
     for thread in numba.prange(threads):
-        tile, last = tiles * thread // threads, tiles * (thread + 1) // threads
-        while tile < last:
-            count = group if tile + group <= last else 1
-            for block in range(rows // m):
-                y = y_at + block * m * ld + tile * 16
-                tile_group(w, tile, count, cols, work, block * cols * m, m, m, y, ld)
-            tile += count
+        share(w, rows, cols, work, y_at, ld, np.int64(thread), threads)
