@@ -212,14 +212,14 @@ class Linear:
         self.turns = kind.bits if self.word == 32 else PIECE // kind.group
 
     def _places(self, j):
-        """Where input j of a turn is, plane by plane: (its bits, byte of its words from the plane's on, bits
-        below it there, power of two that makes it right)."""
+        """Where input j of a turn is, plane by plane: (its bits, byte where its words begin in the turn, bits
+        below it there, whether it is shifted down, power of two that makes it right)."""
         below = 0
         for bits in planes_of(self.kind):
             place = bits * j % self.word
             is_shifted = place + bits == self.word
             row = LANES * self.word // 8 * (bits * j // self.word)
-            yield bits, row, place, below if is_shifted else below - place
+            yield bits, row, place, is_shifted, below if is_shifted else below - place
             below += bits
 
     def open(self, builder, tile, k, stride, ahead):
@@ -253,10 +253,10 @@ class Linear:
 
             def value(j):
                 found, plane = low, first
-                for bits, row, place, power in self._places(j):
+                for bits, row, place, is_shifted, power in self._places(j):
                     start = builder.add(plane, builder.mul(i, _number(2 * bits * inputs)))
                     code = builder.zext(_at(builder, piece, builder.add(start, _number(row)), form), VI)
-                    if place + bits == self.word:
+                    if is_shifted:
                         code = builder.lshr(code, _each(place))
                     else:
                         code = builder.and_(code, _each(((1 << bits) - 1) << place))

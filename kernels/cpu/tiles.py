@@ -1,9 +1,9 @@
 """Matrix times a few rows on the CPU: the one loop that reads the weights.
 
 A packed weight is [N/16][K][16]: 16 output rows are the 16 lanes of a vector. Token rows are laid out
-[block][K][m], m in (1, 4, 8, 16), so that one k needs one widened load of weights and m broadcasts. Every
-output is the sum over k ascending, one fused multiply-add a term, whatever m is: so a row's bits do not
-depend on how many rows there are. Measured on 2 cores with AVX-512:
+[block][K][m], m in (1, 4, 8, 16) and without AVX-512 at most 4, so that one k needs one widened load of
+weights and m broadcasts. Every output is the sum over k ascending, one fused multiply-add a term, whatever m
+is: so a row's bits do not depend on how many rows there are. Measured on 2 cores with AVX-512:
 37 GB/s of bf16 weights at one row, 260 GFLOP/s at 16 rows.
 """
 
@@ -35,8 +35,10 @@ def _tile_length(w):
 
 @jit
 def tokens_per_block(rows):
-    """How many token rows one pass over a weight tile serves."""
-    return 1 if rows == 1 else 4 if rows <= 4 else 8 if rows <= 8 else 16
+    """How many token rows one pass over a weight tile serves, and lie side by side."""
+    if IS_WIDE:
+        return 1 if rows == 1 else 4 if rows <= 4 else 8 if rows <= 8 else 16
+    return 1 if rows == 1 else 4
 
 
 @jit
