@@ -91,14 +91,14 @@ class NumbaBackend(HostBackend):
         self.none_f2 = np.zeros((0, 0), np.float32)
         self.none_a = np.zeros((0, 0), self.array(0, "A").dtype)
         self.ones = np.ones(CHUNK, np.float32)
-        for name in ROWS:
-            setattr(self, name, _locked(function_of(name), self))
+        self._own = {name: _locked(function_of(name), self) for name in ROWS}
+        vars(self).update(self._own)
 
     def compile(self, calls, bucket=None):
         """A program that runs the kernels of checked calls in order, without Python between them."""
         steps = []
         for name, function, args in calls:
-            is_own = function is getattr(self, name, None)  # others are Python's, as a clock's look
+            is_own = function is self._own.get(name)  # others are Python's, as a clock's look
             steps.append(function_of(name)(self, *args) if is_own else (function, args))
         return Program(filter(None, steps), _LOCK)
 
