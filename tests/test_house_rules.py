@@ -75,7 +75,7 @@ def given(function):
     kinds = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_POSITIONAL for p in kinds):
         calls = [c for c in ladder.calls_of(function) if any(isinstance(a, ast.Starred) for a in c.args)]
-        other = ladder.called(function, calls[0])
+        other = ladder.called(function, calls[0]) if calls else ladder.compiled_by(function)[0]
         return given(getattr(other, "py_func", other))
     return [
         p.name

@@ -15,15 +15,17 @@ from minidflash.errors import UserError
 from ..blocks import KINDS
 from ..fork import started
 from ..fp8 import BLOCK, joined_scales
-from ..host import HostBackend, aligned_zeros, widen
+from ..host import HostBackend, widen
 from ..table import ROWS
 from ..weight import EXPERT_PAIRS, TILE, Weight
 from . import sample
+from .arena import Arena
 from .attend import CHUNK
 from .experts import SCRATCH
 from .experts import pack as pack_experts
 from .lanes import PACKED
 from .packing import pack, pack_blocks, pack_scales
+from .program import Program
 
 _LOCK = threading.Lock()
 _FILES = {
@@ -38,9 +40,14 @@ def function_of(name):
 
 
 def _locked(function, backend):
+    """What runs a row. function: gives the compiled kernel and its arguments, or nothing where there is
+    nothing to do."""
+
     def call(*args):
-        with _LOCK:
-            function(backend, *args)
+        if found := function(backend, *args):
+            kernel, values = found
+            with _LOCK:
+                kernel(*values)
 
     return call
 
@@ -78,13 +85,22 @@ class NumbaBackend(HostBackend):
         super().__init__(activations)
         count, self.lost_by_fork = start_threads()
         self.threads = threads or count
+        self._arena = Arena()
         self.none_f, self.none_i = np.zeros(0, np.float32), np.zeros(0, np.int32)
         self.none_pairs = np.zeros((0, 2), np.float32)
         self.none_f2 = np.zeros((0, 0), np.float32)
         self.none_a = np.zeros((0, 0), self.array(0, "A").dtype)
         self.ones = np.ones(CHUNK, np.float32)
-        for name in ROWS:
-            setattr(self, name, _locked(function_of(name), self))
+        self._own = {name: _locked(function_of(name), self) for name in ROWS}
+        vars(self).update(self._own)
+
+    def compile(self, calls, bucket=None):
+        """A program that runs the kernels of checked calls in order, without Python between them."""
+        steps = []
+        for name, function, args in calls:
+            is_own = function is self._own.get(name)  # others are Python's, as a clock's look
+            steps.append(function_of(name)(self, *args) if is_own else (function, args))
+        return Program(filter(None, steps), _LOCK)
 
     # An absent argument is an empty array, so that a kernel is compiled for one set of types only.
     def f(self, value):
@@ -114,7 +130,7 @@ class NumbaBackend(HostBackend):
         arrays = [widen(p).reshape(p.shape[0], -1) for p in parts]
         rows = sum(len(a) for a in arrays)
         dtype = np.uint16 if all(a.dtype == np.uint16 for a in arrays) else np.float32
-        data = aligned_zeros((-(-rows // TILE), cols, TILE), dtype)
+        data = self._arena.zeros((-(-rows // TILE), cols, TILE), dtype)
         if any(len(a) % TILE for a in arrays[:-1]) or len({a.dtype for a in arrays}) > 1:
             arrays = [np.concatenate([_as(a, dtype) for a in arrays])]
         first = 0
@@ -129,7 +145,7 @@ class NumbaBackend(HostBackend):
     def _block_weight(self, parts, kind, cols):
         """Records (rows/16, blocks), in as many bits as the file has."""
         rows, first = sum(part.shape[0] for part in parts), 0
-        data = aligned_zeros((-(-rows // TILE), cols // kind.values), PACKED[kind.name])
+        data = self._arena.zeros((-(-rows // TILE), cols // kind.values), PACKED[kind.name])
         with _LOCK:
             for part in parts:
                 pack_blocks(kind, part.array, first, data)
@@ -141,7 +157,7 @@ class NumbaBackend(HostBackend):
         """Records (rows/16, blocks), or of each expert, in as many bits as BITS says."""
         rows, cols = sum(part.shape[0] for part in parts) // max(1, experts), parts[0].shape[1]
         tiles = 2 * -(-(rows // 2) // TILE) if is_paired else -(-rows // TILE)
-        data, row = aligned_zeros((max(1, experts), tiles, -(-cols // BLOCK)), PACKED["fp8"]), 0
+        data, row = self._arena.zeros((max(1, experts), tiles, -(-cols // BLOCK)), PACKED["fp8"]), 0
         scales = joined_scales(parts)
         pack_scales(scales.reshape(len(data), -1, scales.shape[1]), is_paired, data["halves"])
         with _LOCK:
@@ -159,10 +175,12 @@ class NumbaBackend(HostBackend):
         tiles = 2 * -(-(rows // 2) // TILE) if is_paired else -(-rows // TILE)
         kind = {("MXFP4",): "mxfp4", ("BF16",): "bf16"}.get(tuple({part.dtype for part in parts}), "f32")
         if kind == "mxfp4":
-            data = aligned_zeros((experts, tiles, cols // 32), PACKED[kind])
+            data = self._arena.zeros((experts, tiles, cols // 32), PACKED[kind])
             places = data["words"], data["scales"][..., None, :]
         else:
-            data = aligned_zeros((experts, tiles, cols, TILE), {"bf16": np.uint16, "f32": np.float32}[kind])
+            data = self._arena.zeros(
+                (experts, tiles, cols, TILE), {"bf16": np.uint16, "f32": np.float32}[kind]
+            )
             places = (data[..., None, :],)
         at = 0
         with _LOCK:

@@ -12,10 +12,25 @@ import numpy as np
 from .dot import ONE, make_tile_dot
 from .jit import jit
 from .scalar import F, exp, load, rounded
-from .vector import row_dot, row_max
+from .vector import eight_dots, row_dot, row_max
 
 CHUNK = 128
 _1xN, _1x1 = make_tile_dot(1, ONE), make_tile_dot(1, 1)
+
+
+@jit
+def _scores(q, q_at, cache_k, k_at, size, count, scale, work, p_at):
+    """work[p_at + k] = scale * q k for count keys."""
+    k = 0
+    while k + 8 <= count and size % 16 == 0:
+        eight_dots(q, q_at, cache_k, k_at + k * size, size, work, p_at + k)
+        k += 8
+    while k < count:
+        work[p_at + k] = row_dot(q, q_at, cache_k, k_at + k * size, size)
+        k += 1
+    scores = work[p_at : p_at + count]
+    for k in range(count):
+        scores[k] *= scale
 
 
 @jit
@@ -63,8 +78,7 @@ def _attend_head(t, h, q, caches, place, mask, scale, sinks, ones, work, at, o):
     key = first
     while key < last:
         count, row_at = min(last, (key // CHUNK + 1) * CHUNK) - key, base + key % rows * size
-        for k in range(count):
-            work[p_at + k] = F(scale) * row_dot(q, q_at, cache_k, row_at + k * size, size)
+        _scores(q, q_at, cache_k, row_at, size, count, F(scale), work, p_at)
         best = row_max(work, p_at, count)
         best = top if top > best else best
         p_row = work[p_at : p_at + count]
@@ -103,7 +117,7 @@ def _run(q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, sink
 
 
 def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, sinks, work, o):
-    _run(
+    return _run, (
         q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, backend.f(sinks), work, o,
         backend.ones, backend.threads,
     )  # fmt: skip

@@ -24,7 +24,7 @@ def _stage(anchor, start, fresh, done, fill, ids, slot, pos, at, begin, end, row
 
 
 def stage(backend, *args):
-    _stage(*args)
+    return _stage, args
 
 
 @jit
@@ -38,7 +38,7 @@ def _stage_context(start, fresh, slot, pos):
 
 
 def stage_context(backend, *args):
-    _stage_context(*args)
+    return _stage_context, args
 
 
 @jit
@@ -85,7 +85,7 @@ def _accept(drafts, choice, stop, start, anchor, fresh, left, done, record, kept
 
 
 def accept(backend, *args):
-    _accept(*args)
+    return _accept, args
 
 
 @jit
@@ -104,4 +104,4 @@ def _widen(pick, pos, names, narrow, ids, mass):
 
 def widen(backend, pick, pos, names, narrow, ids, mass):
     none = backend.none_pairs
-    _widen(pick, pos, names, none if mass is None else narrow, ids, none if mass is None else mass)
+    return _widen, (pick, pos, names, none if mass is None else narrow, ids, none if mass is None else mass)

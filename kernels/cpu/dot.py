@@ -13,12 +13,13 @@ from numba.extending import intrinsic
 from .. import diskcache
 from . import jit
 from .lanes import kind_of, source_of
-from .vector import F32, I64, LANES, VF, ZERO, _broadcast, _fma, _loop, _number, _pointer
+from .vector import F32, I64, LANES, PREFETCH, VF, ZERO, _broadcast, _fma, _loop, _number, _pointer
 
 # Sums of 16 lanes that registers hold beside the weights: (tokens, tiles) at once, for rows of a block.
 IS_WIDE = "+avx512f" in jit.TARGET[2]
 ONE = 4 if IS_WIDE else 2  # tiles at once for a single row
 SHAPES = [(1, ONE), (1, 1), (4, 1)] + [(4, 4), (8, 2), (8, 1), (16, 1)] * IS_WIDE
+FAR = 1 << 16  # bytes: tiles of blocks side by side ask for their next tiles where these are nearer
 _loaded = {}  # kind -> the engine that holds its code
 
 
@@ -32,6 +33,8 @@ def _add_loop(module, kind, tokens, tiles):
     byte, real = ir.IntType(8).as_pointer(), F32.as_pointer()
     form = ir.FunctionType(ir.VoidType(), [byte, I64, I64, real, I64, I64, real, I64])
     function = ir.Function(module, form, _name(kind, tokens, tiles))
+    function.attributes.add("nounwind")  # llvmlite writes alignstack beside another one only
+    function.attributes.alignstack = 64  # else what spills may lie across cache lines, by chance
     w, tile_stride, step, x, x_step, count, out, out_stride = function.args
     for argument in (w, x, out):
         argument.add_attribute("noalias")
@@ -39,6 +42,10 @@ def _add_loop(module, kind, tokens, tiles):
     fma, source = _fma(builder, True), source_of(kind, IS_WIDE)
     first = [builder.gep(w, [builder.mul(tile_stride, _number(i))]) for i in range(tiles)]
     x_step = _number(1) if tokens == 1 else x_step
+    ahead = _number(PREFETCH)
+    if tiles > 1 and source.step > 1:
+        group = builder.mul(tile_stride, _number(tiles))
+        ahead = builder.select(builder.icmp_signed("<=", group, _number(FAR)), group, ahead)
 
     def add(readers, inputs, at, sums):
         """The sums with so many inputs more, from input `at` on."""
@@ -54,8 +61,16 @@ def _add_loop(module, kind, tokens, tiles):
         return sums
 
     def body(k, sums):
-        readers = [source.open(builder, tile, k, step) for tile in first]
-        return add(readers, source.step, builder.mul(k, _number(source.step)), sums)
+        opened = [source.open(builder, tile, k, step, ahead) for tile in first]
+        begin, inputs = builder.mul(k, _number(source.step)), source.step // source.turns
+
+        def turn(i, sums):
+            at = builder.add(begin, builder.mul(i, _number(inputs)))
+            return add([one(i) for one in opened], inputs, at, sums)
+
+        if source.turns == 1:
+            return turn(_number(0), sums)
+        return _loop(builder, _number(source.turns), 1, sums, turn)[1]
 
     steps = builder.sdiv(count, _number(source.step))
     _, sums = _loop(builder, steps, 1, [ZERO] * (tokens * tiles), body)
@@ -64,7 +79,7 @@ def _add_loop(module, kind, tokens, tiles):
 
         def tail(k, sums):
             at = builder.add(done, k)
-            return add([source.at(builder, tile, at) for tile in first], 1, at, sums)
+            return add([source.at(builder, tile, at, ahead) for tile in first], 1, at, sums)
 
         _, sums = _loop(builder, builder.sub(count, done), 1, sums, tail)
     for index, vector in enumerate(sums):
@@ -86,8 +101,15 @@ def provide(kind):
     """Make the loops of a kind known to compiled code, by name: before a kernel that calls them is loaded."""
     if kind in _loaded:
         return
-    text = module_of(kind)
-    path = jit.CACHE_FOLDER and jit.CACHE_FOLDER / f"dot-{kind}-{diskcache.digest(text, *jit.TARGET)}.o"
+    _loaded[kind] = engine = loaded(f"dot-{kind}", module_of(kind))
+    for tokens, tiles in SHAPES:
+        name = _name(kind, tokens, tiles)
+        llvm.add_symbol(name, engine.get_function_address(name))
+
+
+def loaded(name, text):
+    """An engine that holds a module's code, compiled once and kept on disk by this name and its text."""
+    path = jit.CACHE_FOLDER and jit.CACHE_FOLDER / f"{name}-{diskcache.digest(text, *jit.TARGET)}.o"
     code = path and diskcache.load(path)
     if not code:
         code = compiled(text)
@@ -96,10 +118,7 @@ def provide(kind):
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target_machine())
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
-    for tokens, tiles in SHAPES:
-        name = _name(kind, tokens, tiles)
-        llvm.add_symbol(name, engine.get_function_address(name))
-    _loaded[kind] = engine
+    return engine
 
 
 def provide_for(signature):

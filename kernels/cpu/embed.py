@@ -5,7 +5,7 @@ import numpy as np
 from ..blocks import KINDS
 from ..fp8 import BLOCK, NUMBERS, SCALE_ROWS
 from .jit import jit
-from .lanes import head_bytes, piece_bytes, planes_of
+from .lanes import head_bytes, piece_bytes, planes_of, word_bits
 from .scalar import F, load, rounded
 from .vector import f32_from_bits
 
@@ -27,18 +27,18 @@ def _half(record, at, lane):
 
 
 @jit
-def _code(record, at, k, lane, planes):
-    """The code of input k of a piece whose planes begin at byte `at`."""
+def _code(record, at, k, lane, planes, size):
+    """The code of input k of a piece whose planes, of words of `size` bits, begin at byte `at`."""
     found, below = 0, 0
     for bits in planes:
-        place = at + 64 * (k % bits) + 4 * lane + k // bits * bits // 8
-        found |= ((record[place] >> (k // bits * bits % 8)) & ((1 << bits) - 1)) << below
+        place = at + 2 * size * (bits * k // size) + size // 8 * lane + bits * k % size // 8
+        found |= ((record[place] >> (bits * k % 8)) & ((1 << bits) - 1)) << below
         at, below = at + 64 * bits, below + bits
     return found
 
 
 @jit
-def _run_blocks(ids, table, planes, head, piece, groups, offset, scale, x):
+def _run_blocks(ids, table, planes, size, head, piece, groups, offset, scale, x):
     """table: u8 (tiles, blocks, bytes). groups: scales of a piece, 0 where the block has the only one."""
     in_block = (table.shape[2] - head) // piece
     for t in range(x.shape[0]):
@@ -49,7 +49,7 @@ def _run_blocks(ids, table, planes, head, piece, groups, offset, scale, x):
             by, low = _half(record, 0, lane), _half(record, 32, lane) if head > 32 else F(0.0)
             if groups:
                 by *= F(np.int8(record[at + k * groups // 32 * 16 + lane]))
-            code = _code(record, at + 16 * groups, k, lane, planes)
+            code = _code(record, at + 16 * groups, k, lane, planes, size)
             x[t, d] = rounded(F(scale) * (by * F(code - offset) + low), x)
 
 
@@ -66,13 +66,11 @@ def _run_fp8(ids, codes, scales, numbers, scale, x):
 
 def embed(backend, ids, table, scale, x):
     if table.dtype == "fp8":
-        _run_fp8(ids, table.data["codes"], table.data["halves"], NUMBERS, scale, x)
-        return
+        return _run_fp8, (ids, table.data["codes"], table.data["halves"], NUMBERS, scale, x)
     kind = KINDS.get(table.dtype)
     if kind is None:
-        _run(ids, table.data, scale, x)
-        return
+        return _run, (ids, table.data, scale, x)
     records = table.data.view(np.uint8).reshape(*table.data.shape, -1)
     groups = 32 // kind.group * kind.has_scales
-    places = planes_of(kind), head_bytes(kind), piece_bytes(kind)
-    _run_blocks(ids, records, *places, groups, kind.offset, scale, x)
+    places = planes_of(kind), word_bits(kind), head_bytes(kind), piece_bytes(kind)
+    return _run_blocks, (ids, records, *places, groups, kind.offset, scale, x)

@@ -10,7 +10,7 @@ import numpy as np
 
 from .jit import jit
 from .scalar import load
-from .tiles import tile_group, tiles_per_group, tokens_per_block
+from .tiles import padded, tile_group, tiles_per_group
 from .vector import LANES
 
 BLOCK, GROUP = 16, 4  # tokens, tiles
@@ -77,7 +77,7 @@ def multiply(w, tile, count, cols, work, start, n, y_at):
 
     count: at most GROUP. tile: counted through all experts.
     """
-    m, done, ld = tokens_per_block(n), 0, GROUP * LANES
+    m, done, ld = padded(n), 0, GROUP * LANES
     most = tiles_per_group(m)
     while done < count:
         these = most if done + most <= count else 1

@@ -72,4 +72,4 @@ def _run(u, w, bias, expert, first, order, act, limit, alpha, work, h, threads):
 
 def experts_up(backend, u, w, bias, expert, first, order, act, limit, alpha, work, h):
     bias, limit, alpha = backend.f2(bias), F(limit), F(alpha)
-    _run(u, w.data, bias, expert, first, order, act, limit, alpha, work, h, backend.threads)
+    return _run, (u, w.data, bias, expert, first, order, act, limit, alpha, work, h, backend.threads)

@@ -22,4 +22,4 @@ def _run(taps, w, norm, eps, work, f, none_f, none_i, threads):
 
 
 def fuse(backend, taps, w, norm, eps, work, f):
-    _run(taps, w.data, norm, eps, work, f, backend.none_f, backend.none_i, backend.threads)
+    return _run, (taps, w.data, norm, eps, work, f, backend.none_f, backend.none_i, backend.threads)

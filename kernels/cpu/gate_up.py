@@ -35,4 +35,4 @@ def _run(x, norm, eps, act, w, work, h, none_i, threads):
 
 
 def gate_up(backend, x, norm, eps, act, w, work, h):
-    _run(x, backend.f(norm), eps, act, w.data, work, h, backend.none_i, backend.threads)
+    return _run, (x, backend.f(norm), eps, act, w.data, work, h, backend.none_i, backend.threads)

@@ -44,8 +44,8 @@ def _run_head(x, pick, norm, eps, w, limit, ids, margin, work, threads):
 
 
 def head(backend, x, pick, norm, eps, w, limit, ids, margin, work):
-    if len(pick):
-        _run_head(x, pick, norm, eps, w.data, limit, ids, backend.f(margin), work, backend.threads)
+    b = backend
+    return len(pick) and (_run_head, (x, pick, norm, eps, w.data, limit, ids, b.f(margin), work, b.threads))
 
 
 @jit(parallel=True)
@@ -60,4 +60,4 @@ def _run_logits(x, norm, eps, w, multiplier, cap, work, logits, none_i, threads)
 
 def head_logits(backend, x, norm, eps, w, multiplier, cap, work, logits):
     curve = F(multiplier), F(cap)
-    _run_logits(x, norm, eps, w.data, *curve, work, logits, backend.none_i, backend.threads)
+    return _run_logits, (x, norm, eps, w.data, *curve, work, logits, backend.none_i, backend.threads)

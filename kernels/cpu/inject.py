@@ -28,4 +28,5 @@ def _run(f, wkv, kv_bias, k_norm, eps, tables, address, caches, work, none_f, no
 def inject(backend, f, wkv, kv_bias, k_norm, eps, cos, sin, slot, pos, at, cache_k, cache_v, work):
     b, tables, address, caches = backend, (cos, sin), (slot, pos, at), (cache_k, cache_v)
     flat = b.none_f if k_norm is None else k_norm.reshape(-1)
-    _run(f, wkv.data, b.f(kv_bias), flat, eps, tables, address, caches, work, b.none_f, b.none_i, b.threads)
+    none = b.none_f, b.none_i
+    return _run, (f, wkv.data, b.f(kv_bias), flat, eps, tables, address, caches, work, *none, b.threads)

@@ -39,4 +39,4 @@ def join(backend, a, b, a_norm, b_norm, norm, eps, scale, tap_row, tap_at, x, ta
     if taps is None:
         tap_row = None
     rows, taps = backend.i(tap_row), backend.a2(taps)
-    _run(a, b, (a_norm, b_norm, norm), eps, backend.f(scale), rows, tap_at, x, taps)
+    return _run, (a, b, (a_norm, b_norm, norm), eps, backend.f(scale), rows, tap_at, x, taps)

@@ -1,8 +1,8 @@
 """Weights become f32 in registers: 16 rows' numbers of one input, however they are kept.
 
 Plain weights are [tile][K][16]. Others are [tile][block] of records (`PACKED`), a tile's 16 rows side by side
-in each; a record has what its kind has in the file, in another order. A source gives `step` inputs at a time;
-where it `has_tail`, those behind the last whole step one by one.
+in each; a record has what its kind has in the file, in another order. A source gives `step` inputs at a time,
+in so many `turns` of a loop; where it `has_tail`, those behind the last whole step one by one.
 """
 
 import numpy as np
@@ -36,6 +36,12 @@ def planes_of(kind):
     return {8: (8,), 4: (4,), 6: (4, 2)}[kind.bits]
 
 
+def word_bits(kind):
+    """Of what planes are made of. Measured with AVX2, one row: nibbles in words are 10 to 20 % faster than in
+    bytes, whose conversions are one instruction more; other codes are slower in words, by their masks."""
+    return 32 if kind.bits == 4 else 8
+
+
 def head_bytes(kind):
     """Bytes of a record before its pieces: f16 of 16 rows each."""
     return LANES * 2 * (1 + kind.has_low)
@@ -44,8 +50,8 @@ def head_bytes(kind):
 def piece_bytes(kind):
     """Bytes of PIECE inputs of 16 rows: scales of groups, then one plane after the other.
 
-    A plane of b bits is u32 [b][16]: input k lies in word k % b, from bit b (k // b) on. So inputs in order
-    take turns among the words, and a mask serves b of them.
+    A plane is words of 16 rows side by side, u32 [4][16] of nibbles, else u8 [b][4][16] of b bits: a word has
+    inputs in order, the first in its lowest bits. So a loop over the words holds one in a register, not all.
     """
     return LANES * (PIECE // kind.group * kind.has_scales + 4 * kind.bits)
 
@@ -83,19 +89,20 @@ def source_of(kind, is_wide):
 class Plain:
     """f32 and bf16: an input is one load."""
 
-    step, has_tail = 1, False
+    step, turns, has_tail = 1, 1, False
 
     def __init__(self, is_bf16):
         self.is_bf16 = is_bf16
 
-    def open(self, builder, tile, k, stride):
-        """Reader of what step k of the tile at `tile` has: a function of the input's number in the step.
+    def open(self, builder, tile, k, stride, ahead):
+        """What step k of the tile at `tile` has: a function of the turn, which gives one of the input in it.
 
-        tile: i8*. stride: bytes from one step to the next, of plain weights alone.
+        tile: i8*. stride: bytes from one step to the next, of plain weights alone. ahead: bytes from what is
+        read to what is asked for.
         """
         place = builder.gep(tile, [builder.mul(k, stride)])
-        _prefetch(builder, place)
-        return lambda _: _load(builder, self.is_bf16, place, True)
+        _prefetch(builder, place, ahead)
+        return lambda _: lambda _: _load(builder, self.is_bf16, place, True)
 
 
 def _at(builder, record, offset, kind):
@@ -107,21 +114,21 @@ def _at(builder, record, offset, kind):
 class Fp4:
     """MXFP4: a lane's word has 8 inputs, the first in its lowest bits."""
 
-    step, has_tail, in_word = PIECE, False, 8
+    step, turns, has_tail, in_word = PIECE, 1, False, 8
 
     def __init__(self, is_wide):
         self.is_wide = is_wide
 
-    def open(self, builder, tile, k, stride):
+    def open(self, builder, tile, k, stride, ahead):
         record = builder.gep(tile, [builder.mul(k, _number(PACKED["mxfp4"].itemsize))])
-        ask(builder, record, PACKED["mxfp4"].itemsize)
+        ask(builder, record, PACKED["mxfp4"].itemsize, ahead)
         scale = self.scale(builder, _at(builder, record, 4 * 4 * LANES, VB))
 
         def value(j):
             word = _at(builder, record, 4 * LANES * (j // self.in_word), VI)
             return builder.fmul(self.nibble(builder, word, j % self.in_word), scale)
 
-        return value
+        return lambda _: value
 
     def nibble(self, builder, words, feature):
         """The e2m1 values of one input of 16 rows."""
@@ -149,10 +156,10 @@ def _look_up(builder, table, indices):
     return found
 
 
-def ask(builder, record, size):
+def ask(builder, record, size, ahead):
     """Ask for as many bytes as a step reads, further on."""
     for at in range(0, size, 64):
-        _prefetch(builder, builder.gep(record, [_number(at)]))
+        _prefetch(builder, builder.gep(record, [_number(at)]), ahead)
 
 
 class Fp8:
@@ -160,17 +167,18 @@ class Fp8:
     2^120, subnormal or not, and a scale larger by as much makes it right: f32(e4m3 * scale), rounded once.
     """
 
-    step, has_tail, size = 32, True, PACKED["fp8"].itemsize
+    step, turns, has_tail, size = 32, 1, True, PACKED["fp8"].itemsize
 
-    def open(self, builder, tile, k, stride):
-        return self.at(builder, tile, builder.mul(k, _number(self.step)), self.step)
+    def open(self, builder, tile, k, stride, ahead):
+        value = self.at(builder, tile, builder.mul(k, _number(self.step)), ahead, self.step)
+        return lambda _: value
 
-    def at(self, builder, tile, first, count=1):
+    def at(self, builder, tile, first, ahead, count=1):
         """Reader of `count` inputs of a block, from input `first` on."""
         record = builder.gep(tile, [builder.mul(builder.sdiv(first, _number(BLOCK)), _number(self.size))])
         row = builder.mul(builder.srem(first, _number(BLOCK)), _number(LANES))
         place = builder.gep(record, [builder.add(row, _number(self.size - BLOCK * LANES))])
-        ask(builder, place, count * LANES)
+        ask(builder, place, count * LANES, ahead)
         scale = self.scale(builder, record)
 
         def value(j):
@@ -194,56 +202,68 @@ class Linear:
 
     A code is not shifted down: masked where it stands it is too large by a power of two, and a scale that is
     too small by as much makes it right. Only the topmost one is shifted, since a word that is negative would
-    become a negative number.
+    become a negative number. A turn is a word of nibbles, or a group.
     """
 
     step, has_tail = PIECE, False
 
     def __init__(self, kind):
-        self.kind, self.pieces = kind, kind.values // PIECE
+        self.kind, self.pieces, self.word = kind, kind.values // PIECE, word_bits(kind)
+        self.turns = kind.bits if self.word == 32 else PIECE // kind.group
 
-    def open(self, builder, tile, k, stride):
-        kind, pieces = self.kind, _number(self.pieces)
+    def _places(self, j):
+        """Where input j of a turn is, plane by plane: (its bits, byte where its words begin in the turn, bits
+        below it there, whether it is shifted down, power of two that makes it right)."""
+        below = 0
+        for bits in planes_of(self.kind):
+            place = bits * j % self.word
+            is_shifted = place + bits == self.word
+            row = LANES * self.word // 8 * (bits * j // self.word)
+            yield bits, row, place, is_shifted, below if is_shifted else below - place
+            below += bits
+
+    def open(self, builder, tile, k, stride, ahead):
+        kind, pieces, inputs = self.kind, _number(self.pieces), PIECE // self.turns
         size = _number(PACKED[kind.name].itemsize)
         block = builder.gep(tile, [builder.mul(builder.sdiv(k, pieces), size)])
         at = builder.mul(builder.srem(k, pieces), _number(piece_bytes(kind)))
         piece = builder.gep(block, [builder.add(at, _number(head_bytes(kind)))])
-        ask(
-            builder, block if self.pieces == 1 else piece, piece_bytes(kind) + head_bytes(kind) // self.pieces
-        )
-        fma = _fma(builder, True)
+        start = block if self.pieces == 1 else piece
+        ask(builder, start, piece_bytes(kind) + head_bytes(kind) // self.pieces, ahead)
+        fma, form = _fma(builder, True), VI if self.word == 32 else VB
+        powers = sorted({power for j in range(inputs) for *_, power in self._places(j)})
 
         def half(index):
             bits = _at(builder, block, 2 * LANES * index, VH)
             return builder.fpext(builder.bitcast(bits, HALVES), VF)
 
-        d, scales, lows = half(0), [], []
-        for group in range(PIECE // kind.group):
-            scale = d
+        def factors(scale):
+            low = half(1) if kind.has_low else builder.fmul(scale, _each(-float(kind.offset), VF))
+            return low, {power: builder.fmul(scale, _each(2.0**power, VF)) for power in powers}
+
+        d = half(0)
+        shared = None if kind.has_scales else factors(d)
+
+        def turn(i):
+            first, (low, by) = _number(0), shared or (None, None)
             if kind.has_scales:
-                whole = builder.sext(_at(builder, piece, LANES * group, VB), VI)
-                scale = builder.fmul(d, builder.sitofp(whole, VF))
-            scales.append(scale)
-            lows.append(half(1) if kind.has_low else builder.fmul(scale, _each(-float(kind.offset), VF)))
+                whole = builder.sext(_at(builder, piece, builder.mul(i, _number(LANES)), VB), VI)
+                low, by = factors(builder.fmul(d, builder.sitofp(whole, VF)))
+                first = _number(LANES * PIECE // kind.group)
 
-        known = {(group, 0): scale for group, scale in enumerate(scales)}
+            def value(j):
+                found, plane = low, first
+                for bits, row, place, is_shifted, power in self._places(j):
+                    start = builder.add(plane, builder.mul(i, _number(2 * bits * inputs)))
+                    code = builder.zext(_at(builder, piece, builder.add(start, _number(row)), form), VI)
+                    if is_shifted:
+                        code = builder.lshr(code, _each(place))
+                    else:
+                        code = builder.and_(code, _each(((1 << bits) - 1) << place))
+                    found = builder.call(fma, [builder.sitofp(code, VF), by[power], found])
+                    plane = builder.add(plane, _number(4 * LANES * bits))
+                return found
 
-        def scaled(group, power):
-            if (group, power) not in known:
-                known[group, power] = builder.fmul(scales[group], _each(2.0**power, VF))
-            return known[group, power]
+            return value
 
-        def value(j):
-            found, offset, below = lows[j // kind.group], LANES * len(scales) * kind.has_scales, 0
-            for bits in planes_of(kind):
-                word, place = _at(builder, piece, offset + 4 * LANES * (j % bits), VI), bits * (j // bits)
-                if place + bits == 32:
-                    code, power = builder.lshr(word, _each(place)), below
-                else:
-                    code, power = builder.and_(word, _each(((1 << bits) - 1) << place)), below - place
-                by = scaled(j // kind.group, power)
-                found = builder.call(fma, [builder.sitofp(code, VF), by, found])
-                offset, below = offset + 4 * LANES * bits, below + bits
-            return found
-
-        return value
+        return turn

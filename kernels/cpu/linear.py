@@ -33,4 +33,4 @@ def _run(a, w, bias, work, y, none_f, none_i, threads):
 
 def linear(backend, a, w, bias, work, y):
     b = backend
-    _run(a, w.data, b.f(bias), work, y, b.none_f, b.none_i, b.threads)
+    return _run, (a, w.data, b.f(bias), work, y, b.none_f, b.none_i, b.threads)

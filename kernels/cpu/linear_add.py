@@ -51,4 +51,4 @@ def linear_add(backend, a, w, bias, norm, eps, scale, tap_row, tap_at, x, taps, 
         tap_row = None
     b = backend
     end = b.f(bias), b.f(norm), eps, b.f(scale), b.i(tap_row), tap_at
-    _run(a, w.data, *end, x, b.a2(taps), work, b.none_f, b.none_i, b.threads)
+    return _run, (a, w.data, *end, x, b.a2(taps), work, b.none_f, b.none_i, b.threads)

@@ -4,7 +4,7 @@ import numba
 import numpy as np
 
 from .jit import jit
-from .lanes import head_bytes, piece_bytes, planes_of
+from .lanes import head_bytes, piece_bytes, planes_of, word_bits
 from .vector import LANES
 
 AT_ONCE = 1 << 22  # numbers whose codes lie in memory at once
@@ -28,7 +28,7 @@ def _put(record, at, lane, size, value):
 
 
 @jit(parallel=True)
-def _pack_rows(halves, scales, codes, first, planes, head, piece, out):
+def _pack_rows(halves, scales, codes, first, planes, size, head, piece, out):
     """Rows from `first` on. halves: u16 (rows, blocks, ...). scales: u8 (rows, groups), or none of them.
     codes: u8 (rows, cols). out: u8 (tiles, blocks, bytes)."""
     rows, blocks, fields = halves.shape
@@ -51,12 +51,12 @@ def _pack_rows(halves, scales, codes, first, planes, head, piece, out):
                         at += 16
                     below = 0
                     for bits in planes:
-                        for w in range(bits):
+                        for w in range(32 * bits // size):
                             word = np.uint32(0)
-                            for slot in range(32 // bits):
-                                code = (codes[n, k + slot * bits + w] >> below) & ((1 << bits) - 1)
+                            for slot in range(size // bits):
+                                code = (codes[n, k + w * size // bits + slot] >> below) & ((1 << bits) - 1)
                                 word |= np.uint32(code) << np.uint32(slot * bits)
-                            _put(record, at + 64 * w, lane, 4, word)
+                            _put(record, at + 2 * size * w, lane, size // 8, word)
                         at += 64 * bits
                         below += bits
 
@@ -83,5 +83,5 @@ def pack_blocks(kind, blocks, first, out):
         scales = np.zeros((len(some), 0), np.uint8)
         if kind.has_scales:
             scales = np.ascontiguousarray(some["scale"]).view(np.uint8).reshape(len(some), -1)
-        places = planes_of(kind), head_bytes(kind), piece_bytes(kind)
+        places = planes_of(kind), word_bits(kind), head_bytes(kind), piece_bytes(kind)
         _pack_rows(np.ascontiguousarray(halves), scales, codes, first + at, *places, raw)

@@ -5,7 +5,7 @@ import numpy as np
 
 from .heads import finish_head, keep_kv, keep_row
 from .jit import jit
-from .tiles import lay_tokens, matmul
+from .tiles import lay_tokens, share
 
 
 @jit
@@ -33,8 +33,9 @@ def _run(x, norm, eps, wq, wkv, kv_heads, biases, norms, tables, address, caches
     rows = lay_tokens(x, none_i, norm, eps, work, threads)
     y_at, kv_at = rows * x.shape[1], wq.shape[0] * 16
     ld = kv_at + wkv.shape[0] * 16
-    matmul(wq, rows, x.shape[1], work, y_at, ld, threads)
-    matmul(wkv, rows, x.shape[1], work, y_at + kv_at, ld, threads)
+    for thread in numba.prange(threads):
+        share(wq, rows, x.shape[1], work, y_at, ld, np.int64(thread), threads)
+        share(wkv, rows, x.shape[1], work, y_at + kv_at, ld, np.int64(thread), threads)
     if x.shape[0] == 1:
         _row(np.int64(0), kv_heads, biases, norms, eps, tables, address, caches, q, work, y_at, ld, kv_at)
     else:
@@ -47,7 +48,7 @@ def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, v_norm,
     b = backend
     biases, norms = (b.f(q_bias), b.f(kv_bias)), (b.f(q_norm), b.f(k_norm), b.f(v_norm))
     address, caches = (slot, pos, at), (cache_k, cache_v)
-    _run(
+    return _run, (
         x, b.f(norm), eps, wq.data, wkv.data, wkv.rows // q.shape[2], biases, norms, (cos, sin), address,
         caches, work, q, b.none_i, b.threads,
     )  # fmt: skip

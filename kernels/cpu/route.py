@@ -114,7 +114,7 @@ def _run(
 def route(backend, x, norm, u_norm, eps, w, bias, normalise, expert_scale, pos, touched, work, u, expert,
           share, first, order):  # fmt: skip
     b = backend
-    _run(
+    return _run, (
         x, (norm, b.f(u_norm)), eps, w.data, b.f(bias), normalise, b.f(expert_scale), pos, touched, work, u,
         (expert, share), (first, order), (b.none_f, b.none_i), b.threads,
     )  # fmt: skip

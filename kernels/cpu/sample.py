@@ -330,20 +330,18 @@ def _run(x, pick, address, norm, eps, w, limit, curve, dice, ids, logprob, propo
 
 
 def sample(backend, x, pick, slot, pos, norm, eps, w, limit, multiplier, cap, key, law, ids, logprob, work):
-    if len(pick):
-        logprob = backend.none_pairs if logprob is None else logprob
-        address, curve = (slot, pos), (F(multiplier), F(cap))
-        dice, none = (key, law), backend.none_pairs
-        _run(
-            x, pick, address, norm, eps, w.data, limit, curve, dice, ids, logprob, none, work, backend.threads
-        )
+    b, address, curve, dice = backend, (slot, pos), (F(multiplier), F(cap)), (key, law)
+    logprob, none = b.none_pairs if logprob is None else logprob, b.none_pairs
+    return len(pick) and (_run, (
+        x, pick, address, norm, eps, w.data, limit, curve, dice, ids, logprob, none, work, b.threads
+    ))  # fmt: skip
 
 
 def propose(backend, x, pick, slot, pos, norm, eps, w, limit, multiplier, cap, key, law, ids, mass, work):
-    if len(pick):
-        address, curve = (slot, pos), (F(multiplier), F(cap))
-        dice, none = (key, law), backend.none_pairs
-        _run(x, pick, address, norm, eps, w.data, limit, curve, dice, ids, none, mass, work, backend.threads)
+    b, address, curve, dice = backend, (slot, pos), (F(multiplier), F(cap)), (key, law)
+    return len(pick) and (_run, (
+        x, pick, address, norm, eps, w.data, limit, curve, dice, ids, b.none_pairs, mass, work, b.threads
+    ))  # fmt: skip
 
 
 @jit(parallel=True)
@@ -375,6 +373,6 @@ def _run_reject(
 def reject(backend, x, pos, norm, eps, w, limit, multiplier, cap, key, law, drafts, mass, ids, logprob, work):
     b, curve, dice = backend, (F(multiplier), F(cap)), (key, law)
     logprob = b.none_pairs if logprob is None else logprob
-    _run_reject(
+    return _run_reject, (
         x, b.none_i, pos, norm, eps, w.data, limit, curve, dice, drafts, mass, ids, logprob, work, b.threads
-    )
+    )  # fmt: skip

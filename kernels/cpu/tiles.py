@@ -1,9 +1,9 @@
 """Matrix times a few rows on the CPU: the one loop that reads the weights.
 
 A packed weight is [N/16][K][16]: 16 output rows are the 16 lanes of a vector. Token rows are laid out
-[block][K][m], m in (1, 4, 8, 16), so that one k needs one widened load of weights and m broadcasts. Every
-output is the sum over k ascending, one fused multiply-add a term, whatever m is: so a row's bits do not
-depend on how many rows there are. Measured on 2 cores with AVX-512:
+[block][K][m], m in (1, 4, 8, 16) and without AVX-512 at most 4, so that one k needs one widened load of
+weights and m broadcasts. Every output is the sum over k ascending, one fused multiply-add a term, whatever m
+is: so a row's bits do not depend on how many rows there are. Measured on 2 cores with AVX-512:
 37 GB/s of bf16 weights at one row, 260 GFLOP/s at 16 rows.
 """
 
@@ -35,8 +35,10 @@ def _tile_length(w):
 
 @jit
 def tokens_per_block(rows):
-    """How many token rows one pass over a weight tile serves."""
-    return 1 if rows == 1 else 4 if rows <= 4 else 8 if rows <= 8 else 16
+    """How many token rows one pass over a weight tile serves, and lie side by side."""
+    if IS_WIDE:
+        return 1 if rows == 1 else 4 if rows <= 4 else 8 if rows <= 8 else 16
+    return 1 if rows == 1 else 4
 
 
 @jit
@@ -147,6 +149,21 @@ def tile_group(w, tile, count, cols, work, x_at, x_step, m, y_at, ld):
         _1x1(w, at, stride, 16, work, x_at, x_step, cols, work, y_at, ld)
 
 
+@jit
+def share(w, rows, cols, work, y_at, ld, thread, threads):
+    """A thread's share of what matmul describes."""
+    tiles = w.shape[0]
+    m = tokens_per_block(rows)
+    group = tiles_per_group(m)
+    tile, last = tiles * thread // threads, tiles * (thread + 1) // threads
+    while tile < last:
+        count = group if tile + group <= last else 1
+        for block in range(rows // m):
+            y = y_at + block * m * ld + tile * 16
+            tile_group(w, tile, count, cols, work, block * cols * m, m, m, y, ld)
+        tile += count
+
+
 @jit(parallel=True)
 def matmul(w, rows, cols, work, y_at, ld, threads):
     """work[y_at + t * ld + n] = sum_k w[n, k] * token t, for the `rows` token rows that lay_tokens put into
@@ -155,14 +172,5 @@ def matmul(w, rows, cols, work, y_at, ld, threads):
     w: packed. cols: K. ld: f32 from one token's outputs to the next, at least N rounded up to 16.
     threads: shares of the tiles, an argument because Numba does not cache what asks for it.
     """
-    tiles = w.shape[0]
-    m = tokens_per_block(rows)
-    group = tiles_per_group(m)
     for thread in numba.prange(threads):
-        tile, last = tiles * thread // threads, tiles * (thread + 1) // threads
-        while tile < last:
-            count = group if tile + group <= last else 1
-            for block in range(rows // m):
-                y = y_at + block * m * ld + tile * 16
-                tile_group(w, tile, count, cols, work, block * cols * m, m, m, y, ld)
-            tile += count
+        share(w, rows, cols, work, y_at, ld, np.int64(thread), threads)

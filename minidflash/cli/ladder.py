@@ -106,8 +106,9 @@ def called(function, call):
 
 
 def compiled_by(function):
-    """Python functions behind the compiled ones that a function of kernels/cpu calls."""
-    found = (called(function, call) for call in calls_of(function))
+    """Python functions behind the compiled ones that a function of kernels/cpu names."""
+    tree = ast.parse(dedent(inspect.getsource(function)))
+    found = (function.__globals__.get(node.id) for node in ast.walk(tree) if isinstance(node, ast.Name))
     return [compiled.py_func for compiled in found if hasattr(compiled, "py_func")]
 
 
