@@ -76,18 +76,5 @@ def experts_down(backend, h, w, bias, expert, share, first, order, adds, tap_row
     b = backend
     bias, tap_row, taps = b.f2(bias), b.i(tap_row), b.a2(taps)
     return _run, (
-        h,
-        w.data,
-        bias,
-        expert,
-        share,
-        first,
-        order,
-        adds,
-        tap_row,
-        tap_at,
-        x,
-        taps,
-        work,
-        b.threads,
-    )
+        h, w.data, bias, expert, share, first, order, adds, tap_row, tap_at, x, taps, work, b.threads
+    )  # fmt: skip
