@@ -8,7 +8,7 @@ import numba
 import pytest
 
 import minidflash as md
-from minidflash import loop
+from minidflash import ahead
 
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -30,7 +30,7 @@ def told(lesson):
     before, seen = numba.get_num_threads(), []
     numba.set_num_threads(1)  # loading runs rounds too
 
-    def look(engine, s, request, record, committed, injected):
+    def look(engine, s, lane, record, slot, injected):
         start, anchor = (int(engine.ops.download(b)[0]) for b in (s.start, s.anchor))
         rows = engine.ops.download(s.rows.pos)[: len(record.drafts) + 1].tolist()
         stored = [p for p in engine.ops.download(s.context_pos).tolist() if p >= 0]
@@ -38,7 +38,7 @@ def told(lesson):
 
     engine = md.load(backend="numba")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "check", look)
+        patch.setattr(ahead, "check", look)
         patch.setenv("MINIDFLASH_CHECK", "1")
         ids, steps = lesson.worked(engine)
     plain = md.generate(engine, ids, max_tokens=5, drafter=None, ignore_eos=True).tokens
