@@ -134,9 +134,9 @@ def peers(results):
     picture = begin(
         f"The same prompts, other programs: {found['threads']} CPU cores",
         "Bars: tokens a second of each program and way. Blue ones draft, grey ones do not.",
-        f"{len(found['prompts'])} prompts, {found['tokens']} tokens each, greedy. Blue ones draft.",
+        f"Tokens a second: {len(found['prompts'])} prompts, {found['tokens']} tokens each. Blue ones draft.",
     )
-    bars(picture, rows, "tok/s")
+    bars(picture, rows, "")
     picture.foot(source(found))
     yield from picture.lines()
 
