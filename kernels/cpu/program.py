@@ -20,6 +20,7 @@ _CELLS = I64.as_pointer()
 _REAL = ir.DoubleType()
 _OK = 0, -2  # what a compiled function returns: done, or done with None
 _engines = []  # hold the code of this module for the process
+_array_types = {}
 
 
 class Program:
@@ -48,7 +49,7 @@ class Kernels:
     def __init__(self, calls):
         self._calls, self._cells, entries = calls, [], []
         for kernel, args in calls:
-            signature, letters = tuple(kernel.typeof_pyval(arg) for arg in args), ""
+            signature, letters = tuple(_type_of(kernel, arg) for arg in args), ""
             cells = [_address_of(kernel, signature)]
             for kind, arg in zip(signature, args, strict=True):
                 for letter, cell in _parts_of(kind, arg):
@@ -62,6 +63,17 @@ class Kernels:
         at = _runner()(self._entries.ctypes.data, len(self._entries))
         if at >= 0:
             raise RuntimeError(f"the compiled kernel {self._calls[at][0].__name__!r} failed")
+
+
+def _type_of(kernel, value):
+    """Numba's type of an argument. Asked once for each kind of array: that took half of a recording."""
+    if type(value) is not np.ndarray:
+        return kernel.typeof_pyval(value)
+    flags = value.flags
+    kind = value.dtype, value.ndim, flags.c_contiguous, flags.f_contiguous, flags.writeable, flags.aligned
+    if kind not in _array_types:
+        _array_types[kind] = kernel.typeof_pyval(value)
+    return _array_types[kind]
 
 
 @cache
