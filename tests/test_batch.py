@@ -56,7 +56,7 @@ def stopping():
         return engine
 
     yield with_stops
-    for engine, stop_ids in changed:
+    for engine, stop_ids in reversed(changed):
         engine.stop_ids = stop_ids
 
 
@@ -87,7 +87,7 @@ def test_texts_are_those_alone(pair, slots, count, activations, stopping):
 @pytest.mark.parametrize("ahead", [1, 2])
 def test_texts_do_not_depend_on_rounds_started_ahead(ahead, stopping, monkeypatch):
     """Nor on requests that join, leave and move behind a round that is under way."""
-    engine = engine_for("numba", "bf16", DENSE)
+    engine = stopping("numba", "bf16", DENSE)
     requests("numba", "bf16", DENSE, 24)  # alone, as they are
     monkeypatch.setattr(engine.ops, "rounds_ahead", ahead)
     play("numba", "bf16", DENSE, 4, 24, stopping)
