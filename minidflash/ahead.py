@@ -79,16 +79,15 @@ class Ahead:
         cost, *copies = one.result()
         read = dict(zip(one.read, copies, strict=True))
         experts = self._distinct(read["touched"]) if self._touched else None
-        seconds, before = max(cost, time.perf_counter() - since), {}
+        seconds, emitted = max(cost, time.perf_counter() - since), []
         for lane, slot in one.slots.items():
             if not lane.is_over:
-                before[lane] = lane.committed
-                self._tell(lane, slot, one, read, cost, Round([], seconds=seconds, experts=experts))
+                found = Round([], seconds=seconds, experts=experts)
+                emitted.append(self._tell(lane, slot, one, read, cost, found))
                 if lane.is_over:
                     self.leave(lane)
-        if self.shared is not None and before:
-            tokens = sum(lane.committed - count for lane, count in before.items()) / len(before)
-            self.shared.learn(one.count, one.width, cost, tokens)
+        if self.shared is not None and emitted:
+            self.shared.learn(one.count, one.width, cost, sum(emitted) / len(emitted))
         return seconds
 
     def join(self, lane):
@@ -112,11 +111,11 @@ class Ahead:
         heappush(self.free, slot)
 
     def _tell(self, lane, slot, one, read, cost, found):
-        """A lane takes in what a round did to its slot. found: its Round so far."""
+        """A lane takes in what a round did to its slot. found: its Round so far. Returns its new tokens."""
         record, request = Record.of(read["record"][slot]), lane.request
         if not record.emitted:  # not even the first of its rows had finite logits
             lane.break_off()
-            return
+            return 0
         own = slice(slot * one.width, (slot + 1) * one.width)
         injected = lane.waiting if one.is_injecting else None
         if request.trace:
@@ -137,6 +136,7 @@ class Ahead:
         if request.sampling.logprobs:
             found.logprobs = read["logprob"][own][: record.emitted].tolist()
         lane.take(found, record.why, self.engine.is_interrupted)
+        return record.emitted
 
     def _distinct(self, counter):
         """Experts a layer since the last round was read; the counter goes on for ever, and round."""

@@ -76,7 +76,7 @@ def test_the_oracle_widens_them(rng, name):
 def test_codes_become_numbers_by_vector_instructions(name):
     """A step of 32 inputs converts whole vectors, and nothing of it goes lane by lane."""
     if not dot.jit.TARGET[0].startswith("x86_64"):
-        pytest.skip("instructions are looked for by their names on x86-64")
+        pytest.skip("needs an x86-64 CPU, whose instructions are looked for by name")
     lines = [line.split() for line in dot.assembly(name).splitlines() if line.startswith("\t")]
     wide = "zmm" if dot.IS_WIDE else "ymm"
     found = [words for words in lines if words[0] == "vcvtdq2ps"]

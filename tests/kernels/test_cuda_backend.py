@@ -5,7 +5,6 @@ round is captured once with its kernels loaded before, and failures are one line
 """
 
 import types
-from importlib import util
 
 import numpy as np
 import pytest
@@ -15,10 +14,9 @@ from minidflash.kernels.ops import Ops
 
 from minidflash.errors import UserError
 from tests.cases import Make
+from tests.kernels.test_compile import needs_nvrtc
 
-pytestmark = pytest.mark.skipif(
-    not util.find_spec("cuda") or not util.find_spec("cuda.bindings"), reason="cuda-bindings is not installed"
-)
+pytestmark = needs_nvrtc
 
 
 def embedding(ops, rng):
