@@ -15,6 +15,7 @@ __device__ __forceinline__ float tanh_f32(float x) {
     return a < 0.625f ? fmaf(p * z, x, x) : copysignf(large, x);
 }
 
+/* Rounded as it is: contracted with a caller's subtraction, the best logit would lie off itself. */
 __device__ __forceinline__ float soft_cap(float z, float multiplier, float cap) {
-    return cap > 0.f ? cap * tanh_f32(z * multiplier / cap) : z * multiplier;
+    return cap > 0.f ? __fmul_rn(cap, tanh_f32(z * multiplier / cap)) : z * multiplier;
 }

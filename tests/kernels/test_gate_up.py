@@ -80,7 +80,7 @@ def test_sees_wrong_kernels(ops, rng):
     }
     for what, change in wrong.items():
         assert slip(ops, "gate_up", case, change, terms_of(case), C) > 10, what
-    case["act"] = GELU_TANH
+    case = make(ops, rng, 40, 123, 77, "bf16") | {"act": GELU_TANH}  # the two gelus part in few of the rows
     for what, change in {"relu": _relu, "silu": {"act": SILU}, "gelu with erf": _gelu_erf}.items():
         assert slip(ops, "gate_up", case, change, terms_of(case), C) > 10, f"{what} for tanh gelu"
 
