@@ -1,6 +1,6 @@
 """The embedded pair beside other programs on this CPU: the same prompts, one after the other, in one run.
 
-    python bench/peers/cpu.py [--prompts FILE] [--each 3] [--tokens 64] [--repeat 3] [--threads 2]
+    python bench/peers/cpu.py [--prompts FILE|golden] [--each 3] [--tokens 64] [--repeat 3] [--threads 2]
         [--programs minidflash llama.cpp ...] [--timeout 900] [--clock wall|processor]
 
 llama.cpp (from llama-cpp-python's sources), transformers and the public dflash package are each installed, by
@@ -33,12 +33,16 @@ from minidflash.request import OPTIONS, prompt_ids
 
 # program -> (script, what pip installs, as command lines, its ways)
 TORCH = ["torch==2.13.0", "transformers==5.15.0"], ["--no-deps", "dflash==0.1.0"]  # dflash names these two
+LLAMA = ["llama-cpp-python==0.3.36", "gguf==0.19.0"]
+# plain, and its own DFlash at the width that is its default and at the drafter's block
+LLAMA_WAYS = tuple(f"{kind} {way}" for kind in ("q4_1", "q8_0") for way in ("plain", "dflash 4", "dflash 16"))
 PROGRAMS = {
     "minidflash": ("ours.py", (), ("file 1", "file auto", "bf16 1", "bf16 auto", "bf16 16")),
-    "llama.cpp": ("llama_loop.py", (["llama-cpp-python", "gguf"],), ("q4_1 plain", "q8_0 plain")),
+    "llama.cpp": ("llama_loop.py", (LLAMA,), LLAMA_WAYS),
     "transformers": ("torch_loops.py", TORCH, ("float32 plain", "bfloat16 plain")),
     "dflash": ("torch_loops.py", TORCH, ("float32 drafted", "bfloat16 drafted")),
 }
+GOLDEN = HERE.parent.parent / "tests" / "golden" / "smollm2-135m" / "prompts.json"
 REFERENCE = "minidflash", "bf16 1"  # whose tokens the others' are compared with
 
 
@@ -127,7 +131,10 @@ def summary(program, way, answers, reference):
 
 
 def prompts_of(path, each):
-    """The first `each` prompts of every kind."""
+    """The first `each` prompts of every kind of a file; "golden": those of the embedded pair's golden run."""
+    if path == "golden":
+        found = json.loads(GOLDEN.read_text(encoding="utf-8"))
+        return [{"kind": name, "prompt": one["prompt"]} for name, one in found.items()]
     kinds = {}
     for prompt in read_prompts(path):
         kinds.setdefault(prompt["kind"], []).append(prompt)
@@ -149,8 +156,10 @@ def table(found):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--prompts", help="a file, as of minidflash bench; default bench/prompts.jsonl")
-    parser.add_argument("--each", type=int, default=3, help="prompts of each kind")
+    parser.add_argument(
+        "--prompts", help="a file, as of minidflash bench, or golden; default bench/prompts.jsonl"
+    )
+    parser.add_argument("--each", type=int, default=3, help="prompts of each kind, where a file has kinds")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count())

@@ -1,54 +1,19 @@
-"""llama.cpp through the package llama-cpp-python, for bench/peers/cpu.py. Ways: q4_1 plain, q8_0 plain.
+"""llama.cpp by the package llama-cpp-python, for bench/peers/cpu.py. Ways: KIND plain, KIND dflash WIDTH.
 
-The package is built from its sources here (CMAKE_ARGS=-DGGML_NATIVE=ON). q4_1 is the default target's file;
-q8_0 is made of its numbers, once, by the package gguf.
+The package is built from its sources here (CMAKE_ARGS=-DGGML_NATIVE=ON). KIND is of the target's matrices:
+q4_1 is the default target's file, q8_0 is made of its numbers. DFlash is llama.cpp's own, its rounds run by
+llama_dflash.cpp: the drafter is in Q8_0, a block has WIDTH rows, all of which are drafted and verified.
 """
 
+import json
 from pathlib import Path
 
 import job
 import llama_cpp as llama
+import llama_files
 import numpy as np
 
-
-def as_q8_0(source, path):
-    """The default target's numbers in Q8_0 blocks."""
-    import gguf
-
-    reader, kind = gguf.GGUFReader(source), gguf.GGMLQuantizationType.Q8_0
-    writer = gguf.GGUFWriter(path, "llama")
-    for key, found in reader.fields.items():
-        if key.startswith("GGUF.") or key in ("general.architecture", "general.file_type"):
-            continue
-        value, form = found.contents(), found.types[0]
-        if form == gguf.GGUFValueType.ARRAY:
-            writer.add_array(key, value)
-        else:
-            writer.add_key_value(key, value, form)
-    for tensor in reader.tensors:
-        array = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        array = array.reshape([int(n) for n in tensor.shape[::-1]])
-        if array.ndim == 1:
-            writer.add_tensor(tensor.name, array)
-        else:
-            writer.add_tensor(tensor.name, gguf.quants.quantize(array, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def file_of(given, kind):
-    """The target's file in blocks of a kind, made where it is missing."""
-    own = next(Path(given["target"]).glob("*.gguf"))
-    if kind == "q4_1":
-        return own
-    path = Path(given["scratch"]) / f"{own.stem}.{kind}.gguf"
-    if not path.exists():
-        part = path.with_suffix(".part")
-        as_q8_0(own, part)
-        part.replace(path)
-    return path
+CONTEXT = 1024
 
 
 def open_model(path, threads):
@@ -56,15 +21,15 @@ def open_model(path, threads):
     llama.llama_backend_init()
     model = llama.llama_model_load_from_file(str(path).encode(), llama.llama_model_default_params())
     options = llama.llama_context_default_params()
-    options.n_ctx, options.n_threads, options.n_threads_batch = 1024, threads, threads
+    options.n_ctx, options.n_threads, options.n_threads_batch = CONTEXT, threads, threads
     vocab = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
     return llama.llama_init_from_model(model, options), vocab
 
 
-def main():
-    given = job.read()
-    clock, (kind, _) = job.clock_of(given), given["way"].split()
-    context, vocab = open_model(file_of(given, kind), given["threads"])
+def plain(given, target):
+    """(seconds, tokens, no rounds) of the prompts."""
+    clock = job.clock_of(given)
+    context, vocab = open_model(target, given["threads"])
 
     def decode(ids):
         array = (llama.llama_token * len(ids))(*ids)
@@ -80,7 +45,30 @@ def main():
         return since, tokens, None
 
     seconds, tokens, _ = job.timed(given, generate)
-    job.answer(seconds, tokens, None, ["llama-cpp-python"])
+    return seconds, tokens, None
+
+
+def dflash(given, target, width):
+    """(seconds, tokens, rounds) of the prompts, the first of them once before, as job.timed has it."""
+    scratch, threads = Path(given["scratch"]), str(given["threads"])
+    drafter = llama_files.drafter(given["drafter"], target, scratch)
+    asked = [given["prompts"][0], *given["prompts"]]
+    lines = "".join(" ".join(map(str, [given["tokens"], *ids])) + "\n" for ids in asked)
+    printed = llama_files.do(
+        llama_files.program(scratch), "-m", target, "-md", drafter, "-c", str(CONTEXT), "-fit", "off",
+        "--spec-type", "draft-dflash", "--spec-draft-n-max", str(int(width) - 1), "--temp", "0",
+        "-t", threads, "-td", threads, given=lines,
+    )  # fmt: skip
+    found = [json.loads(line) for line in printed.splitlines()][1:]
+    return tuple([one[key] for one in found] for key in (given["clock"], "tokens", "rounds"))
+
+
+def main():
+    given = job.read()
+    kind, way, *width = given["way"].split()
+    target = llama_files.target(given["target"], kind, Path(given["scratch"]))
+    found = plain(given, target) if way == "plain" else dflash(given, target, *width)
+    job.answer(*found, ["llama-cpp-python"])
 
 
 if __name__ == "__main__":
