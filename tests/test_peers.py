@@ -1,11 +1,17 @@
-"""bench/peers/cpu.py: every way takes its turn in a process of its own, and one that fails is told of."""
+"""bench/peers/cpu.py: every way takes its turn in a process of its own, and one that fails is told of; what
+llama.cpp gets of the embedded pair."""
 
 import importlib.util
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from minidflash.weights.safetensors_io import open_tensors
+
+from tests.compare import real
 
 PEERS = Path(__file__).resolve().parent.parent / "bench" / "peers"
 GIVEN = {"prompts": [[1, 2], [3]], "tokens": 4, "threads": 1, "clock": "wall"}
@@ -16,14 +22,34 @@ given = job.read()
 """
 
 
-@pytest.fixture
-def cpu(monkeypatch):
-    path = list(sys.path)
-    spec = importlib.util.spec_from_file_location("peers_cpu", PEERS / "cpu.py")
+def loaded(name):
+    """A script of bench/peers as a module."""
+    spec = importlib.util.spec_from_file_location(f"peers_{name}", PEERS / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    yield module
-    sys.path[:] = path
+    return module
+
+
+@pytest.fixture
+def cpu(monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return loaded("cpu")
+
+
+@pytest.fixture
+def files():
+    pytest.importorskip("gguf")
+    return loaded("llama_files")
+
+
+@pytest.fixture
+def llama(files, monkeypatch):
+    """llama_loop.py, without the package that it drives."""
+    monkeypatch.syspath_prepend(PEERS)
+    monkeypatch.setitem(sys.modules, "llama_cpp", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "llama_files", files)
+    monkeypatch.delitem(sys.modules, "job", raising=False)
+    return loaded("llama_loop")
 
 
 @pytest.fixture
@@ -100,3 +126,84 @@ def test_the_first_prompts_of_each_kind_are_asked(cpu, tmp_path):
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))
     asked = [prompt["prompt"] for prompt in cpu.prompts_of(str(tmp_path / "p.jsonl"), 2)]
     assert asked == ["a0", "a1", "b0", "b1"]
+
+
+def test_the_golden_prompts_are_asked_all(cpu):
+    found = cpu.prompts_of("golden", 1)
+    assert [prompt["kind"] for prompt in found] == [f"p{i}" for i in range(6)]
+    assert found[0]["prompt"] == "Why is the sky blue?"
+
+
+def test_what_went_wrong_in_a_command_is_told(files):
+    assert files.do(sys.executable, "-c", "print(input())", given="5\n") == "5\n"
+    with pytest.raises(RuntimeError, match="exit code 3: error: no such header"):
+        code = "import sys; sys.stderr.write('hm\\nerror: no such header\\ncleaned up\\n'); sys.exit(3)"
+        files.do(sys.executable, "-c", code)
+
+
+def test_a_file_is_made_once_and_whole(files, tmp_path):
+    def fails(path):
+        path.write_text("half")
+        raise RuntimeError("no disk")
+
+    with pytest.raises(RuntimeError, match="no disk"):
+        files.made(tmp_path / "x", fails)
+    assert not (tmp_path / "x").exists()
+    assert files.made(tmp_path / "x", lambda path: path.write_text("whole")).read_text() == "whole"
+    assert files.made(tmp_path / "x", fails).read_text() == "whole"
+
+
+def test_llama_cpp_gets_the_drafter_in_its_own_words(files, tmp_path):
+    """Names and keys are those that llama.cpp's src/models/dflash.cpp asks for; numbers are ours, in Q8_0."""
+    gguf, folder = files.gguf, PEERS.parent.parent / "weights" / "default"
+    target = gguf.GGUFWriter(tmp_path / "target.gguf", "llama")
+    target.add_tokenizer_model("gpt2")
+    target.add_token_list(["a", "b"])
+    target.add_block_count(30)
+    files.write(target, [("output_norm.weight", np.ones(4, np.float32))])
+    found = gguf.GGUFReader(files.drafter(folder, tmp_path / "target.gguf", tmp_path))
+    keys = {key: field.contents() for key, field in found.fields.items()}
+    assert keys["general.architecture"] == "dflash" and keys["dflash.block_size"] == 16
+    assert keys["dflash.target_layers"] == [2, 9, 15, 21, 28]  # what goes into a layer: behind 1, 8, 14, ...
+    assert keys["tokenizer.ggml.mask_token_id"] == 16 and keys["tokenizer.ggml.tokens"] == ["a", "b"]
+    assert not [key for key in keys if key.startswith("llama.")]
+    layer = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "attn_q_norm", "attn_k_norm",
+             "ffn_norm", "ffn_gate", "ffn_up", "ffn_down")  # fmt: skip
+    names = {f"blk.{i}.{name}.weight" for i in range(5) for name in layer}
+    tensors = {one.name: one for one in found.tensors}
+    assert set(tensors) == names | {"fc.weight", "enc.output_norm.weight", "output_norm.weight"}
+    ours = open_tensors(folder)[0]
+    for theirs, name in (("enc.output_norm.weight", "hidden_norm.weight"), ("fc.weight", "fc.weight"),
+                         ("blk.4.attn_k.weight", "layers.4.self_attn.k_proj.weight")):  # fmt: skip
+        want = real(ours[name].array)
+        got = gguf.quants.dequantize(tensors[theirs].data, tensors[theirs].tensor_type)
+        step = np.abs(want).max() / 127 if want.ndim == 2 else 0  # of the widest block, whose scale is f16
+        assert got.shape == want.shape and np.abs(got - want).max() <= (0.5 + 127 / 2048) * step
+
+
+STUB = """#!{python}
+import json, sys
+given = [line.split() for line in sys.stdin]
+for number, (count, *ids) in enumerate(given):
+    print(json.dumps({{"wall": number, "processor": -number, "rounds": len(ids), "tokens": sys.argv[1:]}}))
+"""
+
+
+def test_llama_cpp_drafts_a_block_of_the_width_and_warms_up(llama, monkeypatch, tmp_path):
+    (tmp_path / "stub").write_text(STUB.format(python=sys.executable))
+    (tmp_path / "stub").chmod(0o755)
+    monkeypatch.setattr(llama.llama_files, "program", lambda scratch: tmp_path / "stub")
+    monkeypatch.setattr(llama.llama_files, "drafter", lambda folder, target, scratch: "D.gguf")
+    given = GIVEN | {"scratch": str(tmp_path), "drafter": "D"}
+    seconds, tokens, rounds = llama.dflash(given, "T.gguf", "16")
+    assert seconds == [1, 2] and rounds == [2, 1]  # the first prompt once before, not counted
+    said = dict(zip(tokens[0][::2], tokens[0][1::2], strict=True))
+    assert said["-m"] == "T.gguf" and said["-md"] == "D.gguf" and said["--spec-type"] == "draft-dflash"
+    assert said["--spec-draft-n-max"] == "15" and said["--temp"] == "0" and said["-t"] == said["-td"] == "1"
+    assert llama.dflash(given | {"clock": "processor"}, "T.gguf", "4")[0] == [-1, -2]
+
+
+def test_every_way_of_llama_cpp_is_one_that_its_script_takes(cpu):
+    for way in cpu.PROGRAMS["llama.cpp"][2]:
+        kind, name, *width = way.split()
+        assert kind in ("q4_1", "q8_0") and (name, len(width)) in (("plain", 0), ("dflash", 1))
