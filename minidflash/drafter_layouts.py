@@ -25,7 +25,7 @@ class Layout:
     nothing; what begins with one that ends in a dot, too. defaults: values of a Qwen3 config's keys that may
     be left out; the tensors' shapes confirm all but eps. first_layer: number of the first target layer in
     the taps. ids: what d2t holds. tensors: patterns in z-lab's names
-    of tensors, and what is there instead.
+    of tensors, and what is there instead. others: such a name -> another one that files hold in its place.
     """
 
     facts: Mapping
@@ -38,12 +38,14 @@ class Layout:
     first_layer: int = 0
     ids: str = ""
     tensors: tuple = ()
+    others: Mapping = field(default_factory=dict)
 
-    def tensor(self, name):
-        """What the file calls a tensor of z-lab's name."""
+    def tensor(self, name, held=()):
+        """What a file calls a tensor of z-lab's name. held: the names in that file."""
         for pattern, new in self.tensors:
             name = re.sub(pattern, new, name)
-        return name
+        other = self.others.get(name)
+        return other if other in held else name
 
     def is_free(self, path):
         return path in self.free or any(one.endswith(".") and path.startswith(one) for one in self.free)
@@ -59,6 +61,11 @@ def kinds_of(pattern):
 def no_window(window):
     """llama.cpp writes 0 where there is none."""
     return window or None
+
+
+def rows_of(vocabulary):
+    """How many tokens: a number, or all of them, as llama.cpp's converter writes."""
+    return len(vocabulary) if isinstance(vocabulary, list) else vocabulary
 
 
 def rope_type(kind):
@@ -102,7 +109,8 @@ LAYOUTS: dict[str, Layout] = {
             "num_attention_heads": ("dflash.attention.head_count",),
             "num_key_value_heads": ("dflash.attention.head_count_kv",),
             "rms_norm_eps": ("dflash.attention.layer_norm_rms_epsilon",),
-            "max_position_embeddings": ("dflash.context_length",), "vocab_size": ("dflash.vocab_size",),
+            "max_position_embeddings": ("dflash.context_length",),
+            "vocab_size": ("dflash.vocab_size", "tokenizer.ggml.tokens"),
             "rope_theta": ("dflash.rope.freq_base",), "rope_scaling.rope_type": ("dflash.rope.scaling.type",),
             "rope_scaling.factor": ("dflash.rope.scaling.factor",),
             "rope_scaling.original_max_position_embeddings": ("dflash.rope.scaling.original_context_length",),
@@ -112,26 +120,30 @@ LAYOUTS: dict[str, Layout] = {
             "layer_types": ("dflash.attention.sliding_window_pattern",),
             "is_causal": ("dflash.attention.causal",), "block_size": ("dflash.block_size",),
             "target_layer_ids": ("dflash.target_layers",),
-            "mask_token_id": ("dflash.mask_token_id", "tokenizer.ggml.mask_token_id"),
+            "mask_token_id": ("tokenizer.ggml.mask_token_id", "dflash.mask_token_id"),
             "final_logit_softcapping": ("dflash.final_logit_softcapping",),
             "output_multiplier": ("dflash.logit_scale",),
             "input_embedding_scale": ("dflash.embedding_scale",),
             "value_length": ("dflash.attention.value_length",),
             "rope_dimensions": ("dflash.rope.dimension_count",),
         },
-        make={"layer_types": kinds_of, "sliding_window": no_window, "rope_scaling.rope_type": rope_type},
+        make={"layer_types": kinds_of, "sliding_window": no_window, "rope_scaling.rope_type": rope_type,
+              "vocab_size": rows_of},
         implied={"use_sliding_window": lambda found: True if found.get("sliding_window") else None},
         fixed={"general.architecture": "dflash", "general.type": "model"},
-        free=("general.", "tokenizer."),
+        free=("general.", "tokenizer.", "quantize."),
         first_layer=1,
         ids="absolute",
         tensors=(
-            (r"^hidden_norm", "enc_output_norm"), (r"^norm", "output_norm"), (r"^embed_tokens", "token_embd"),
+            (r"^hidden_norm", "enc.output_norm"), (r"^norm", "output_norm"), (r"^embed_tokens", "token_embd"),
             (r"^lm_head", "output"), (r"^layers\.", "blk."), (r"input_layernorm", "attn_norm"),
             (r"post_attention_layernorm", "ffn_norm"), (r"self_attn\.o_proj", "attn_output"),
             (r"self_attn\.(\w)_proj", r"attn_\1"), (r"self_attn\.(\w)_norm", r"attn_\1_norm"),
             (r"mlp\.(\w+)_proj", r"ffn_\1"),
         ),
+        # llama.cpp (src/llama-arch.cpp) writes and reads the first; dflash.md 2.4 spells the second, and so
+        # do files that were made by it
+        others={"enc.output_norm.weight": "enc_output_norm.weight"},
     ),
 }  # fmt: skip
 
@@ -164,10 +176,11 @@ def as_zlab(config, name):
         spell(key, inside + key)
     for path, value in _leaves(config, layout.body):
         key, own = keys.get(path), path.removeprefix(inside)
+        value = layout.make[key](value) if key in layout.make else value
         if key in found and value not in (None, found[key]):
             _refuse(name, path, value, f"the same as the file says elsewhere, {told(found[key])}")
         elif key is not None:
-            found[key] = layout.make[key](value) if key in layout.make else value
+            found[key] = value
             spell(key, path)
         elif path in layout.fixed:
             wanted = layout.fixed[path]

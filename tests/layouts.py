@@ -9,7 +9,6 @@ import numpy as np
 from minidflash.weights.safetensors_io import open_tensors
 from safetensors.numpy import load_file, save_file
 
-from minidflash.drafter_layouts import GGUF, LAYOUTS
 from tests.gguf_files import written
 from tests.golden_files import golden
 
@@ -22,10 +21,23 @@ METHODS = {
     "num_hidden_layers": "add_block_count", "num_attention_heads": "add_head_count",
     "num_key_value_heads": "add_head_count_kv", "head_dim": "add_key_length",
     "rms_norm_eps": "add_layer_norm_rms_eps", "rope_theta": "add_rope_freq_base",
-    "max_position_embeddings": "add_context_length", "vocab_size": "add_vocab_size",
+    "max_position_embeddings": "add_context_length", "mask_token_id": "add_mask_token_id",
     "final_logit_softcapping": "add_final_logit_softcapping", "output_multiplier": "add_logit_scale",
     "input_embedding_scale": "add_embedding_scale",
 }  # fmt: skip
+TABLES = "embed_tokens.weight", "lm_head.weight"
+# Of z-lab's tensors, what the package has no map for: it has that of Qwen3's layers, and none of this kind
+OWN_NAMES = {
+    "fc": "fc", "hidden_norm": gguf.TENSOR_NAMES[gguf.MODEL_TENSOR.ENC_OUTPUT_NORM],
+}  # fmt: skip
+
+
+def llama_cpp_name(name, count=16):
+    """What llama.cpp calls a drafter's tensor of z-lab's name, by its own package, as its converter asks it.
+    count: of layers at most. Source: conversion/qwen.py, DFlashModel; src/models/dflash.cpp."""
+    stem, dot, ending = name.rpartition(".") if "." in name else (name, "", "")
+    theirs = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, count)
+    return (OWN_NAMES.get(stem) or theirs.get_name(f"model.{stem}") or theirs.get_name(stem)) + dot + ending
 
 
 def config_of(name, file="config.json"):
@@ -81,9 +93,9 @@ def with_tables(name, target, folder, file="config.json", more=()):
     return folder
 
 
-def as_gguf(name, path, kind="F32", **more):
-    """A GGUF file as llama.cpp's users have it; matrices are of that kind, F32 where they are no whole blocks
-    of it, norms F32. more: metadata."""
+def as_gguf(name, path, kind="F32", tables=None, **more):
+    """A GGUF file as llama.cpp's converter writes it; matrices are of that kind, F32 where they are no whole
+    blocks of it, norms F32. tables: the target whose embedding and head are its own. more: metadata."""
     config, writer = config_of(name), gguf.GGUFWriter(path, "dflash")
     body = config.get("transformer_layer_config", config) | {
         key: config[key] for key in ("mask_token_id", "block_size")
@@ -97,7 +109,7 @@ def as_gguf(name, path, kind="F32", **more):
     writer.add_rope_dimension_count(body["head_dim"])
     writer.add_name(name)
     writer.add_uint32("dflash.block_size", body["block_size"])
-    writer.add_uint32("dflash.mask_token_id", body["mask_token_id"])
+    writer.add_token_list([f"<{i}>" for i in range(body["vocab_size"])])
     taps = config.get("aux_hidden_state_layer_ids") or [tap + 1 for tap in config["target_layer_ids"]]
     writer.add_array("dflash.target_layers", taps)
     if config.get("sliding_window"):
@@ -108,21 +120,24 @@ def as_gguf(name, path, kind="F32", **more):
             writer.add_causal_attention(causal)
     for key, value in more.items():
         writer.add_key_value(f"dflash.{key}", value, gguf.GGUFValueType.get_type(value))
-    for key, value in tensors_of(name).items():
-        theirs = LAYOUTS[GGUF].tensor(key)
+    tensors = tensors_of(name)
+    if tables:
+        tensors |= {key: tensors_of(tables)["model." * (key == TABLES[0]) + key] for key in TABLES}
+    for key, value in tensors.items():
         if key == "d2t":
-            writer.add_tensor(theirs, np.arange(len(value)) + value)
+            writer.add_tensor("d2t", np.arange(len(value)) + value)
         elif key != "t2d":
             fits = value.ndim == 2 and (kind != "Q8_0" or value.shape[1] % 32 == 0)
             typed = TYPES[kind if fits else "F32"]
-            writer.add_tensor(theirs, gguf.quants.quantize(value, typed), raw_dtype=typed)
+            blocks = gguf.quants.quantize(value, typed)
+            writer.add_tensor(llama_cpp_name(key), blocks, raw_dtype=typed)
     return written(writer, path)
 
 
 def widened(name, folder, path):
     """z-lab's twin of a GGUF file: its own values, in F32. The `gguf` package reads them."""
     copy(name, folder)
-    spelled = {LAYOUTS[GGUF].tensor(key): key for key in open_tensors(folder)[0]}
+    spelled = {llama_cpp_name(key): key for key in open_tensors(folder)[0]}
     found = {
         spelled[one.name]: gguf.quants.dequantize(one.data, one.tensor_type).astype(np.float32)
         for one in gguf.GGUFReader(path).tensors

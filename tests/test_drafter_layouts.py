@@ -62,6 +62,8 @@ TWINS = {
     "gguf two-sided": lambda at: (
         "dflash-qwen3-noncausal-tiny", as_gguf("dflash-qwen3-noncausal-tiny", at.with_suffix(".gguf"))),
     "gguf reduced": lambda at: (REDUCED, as_gguf(REDUCED, at.with_suffix(".gguf"))),
+    "gguf own tables": lambda at: (
+        TRAINED, as_gguf(TRAINED, at.with_suffix(".gguf"), tables="qwen3-tiny")),
 }  # fmt: skip
 
 
@@ -201,6 +203,29 @@ def test_a_gguf_file_says_which_layers_slide_and_whether_they_are_causal(tmp_pat
     for value in (2, [True], [1, 0]):
         wrong = whole.config | {"dflash.attention.sliding_window_pattern": value}
         refused(lambda wrong=wrong: read_drafter(wrong, whole.tensors), "sliding_window_pattern")
+
+
+@pytest.mark.parametrize("one, key, value", [
+    ("tokenizer.ggml.mask_token_id", "dflash.mask_token_id", 383),
+    ("tokenizer.ggml.tokens", "dflash.vocab_size", 384),
+])  # fmt: skip
+def test_either_of_two_keys_says_it_and_both_say_the_same(files, one, key, value):
+    config, tensors = files["gguf"].config, files["gguf"].tensors
+    usual, others = read_drafter(config, tensors), {k: v for k, v in config.items() if k != one}
+    assert (
+        read_drafter(others | {key: value}, tensors) == usual == read_drafter(config | {key: value}, tensors)
+    )
+    refused(lambda: read_drafter(config | {key: value + 1}, tensors), key, f"{value + 1}", f"{value}")
+    assert read_drafter(config | {"quantize.imatrix.file": "x.dat"}, tensors) == usual
+
+
+def test_the_fused_feature_s_norm_has_two_names(files):
+    config, tensors = read_drafter(files["gguf"].config, files["gguf"].tensors), dict(files["gguf"].tensors)
+    name, other = "enc.output_norm.weight", "enc_output_norm.weight"
+    (usual,) = bind_drafter(config, tensors)["hidden_norm"].parts
+    renamed = {other if key == name else key: value for key, value in tensors.items()}
+    assert bind_drafter(config, renamed)["hidden_norm"].parts == [usual] and usual.name == name
+    refused(lambda: bind_drafter(config, renamed | {name: usual}), name, "unknown")
 
 
 def test_speculators_say_whether_windows_are_causal():

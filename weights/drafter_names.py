@@ -42,7 +42,7 @@ def drafter_table(config, tensors=()):
     }
     spell = LAYOUTS[config.layout].tensor
     spelled = {
-        ours: replace(named, sources=tuple((spell(name), shape) for name, shape in named.sources))
+        ours: replace(named, sources=tuple((spell(name, tensors), shape) for name, shape in named.sources))
         for ours, named in table.items()
     }
     return with_fp8(spelled, config.fp8)
