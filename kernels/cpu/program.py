@@ -19,8 +19,9 @@ from .vector import F32, I32, I64, _number
 _CELLS = I64.as_pointer()
 _REAL = ir.DoubleType()
 _OK = 0, -2  # what a compiled function returns: done, or done with None
+_LETTERS = {types.int64: "i", types.float32: "f", types.float64: "d"}
 _engines = []  # hold the code of this module for the process
-_array_types = {}
+_compiled = {}  # (kernel, kind of its arguments) -> what `_compile` gives
 
 
 class Program:
@@ -47,16 +48,16 @@ class Kernels:
     """(Kernel, arguments) that are called without Python between them; compiled for these arguments."""
 
     def __init__(self, calls):
-        self._calls, self._cells, entries = calls, [], []
+        self._calls, self._cells, entries, known = calls, [], [], {}
         for kernel, args in calls:
-            signature, letters = tuple(_type_of(kernel, arg) for arg in args), ""
-            cells = [_address_of(kernel, signature)]
-            for kind, arg in zip(signature, args, strict=True):
-                for letter, cell in _parts_of(kind, arg):
-                    letters += letter
-                    cells.append(cell)
+            kind = kernel, _kind_of(args)
+            if kind not in _compiled:
+                _compiled[kind] = _compile(kernel, args)
+            address, caller = _compiled[kind]
+            cells = [address]
+            _lay(args, cells, known)
             self._cells.append(np.array(cells, np.int64))
-            entries.append((_caller(letters), self._cells[-1].ctypes.data))
+            entries.append((caller, self._cells[-1].ctypes.data))
         self._entries = np.array(entries, np.int64)
 
     def run(self):
@@ -65,43 +66,53 @@ class Kernels:
             raise RuntimeError(f"the compiled kernel {self._calls[at][0].__name__!r} failed")
 
 
-def _type_of(kernel, value):
-    """Numba's type of an argument. Asked once for each kind of array: that took half of a recording."""
-    if type(value) is not np.ndarray:
-        return kernel.typeof_pyval(value)
-    flags = value.flags
-    kind = value.dtype, value.ndim, flags.c_contiguous, flags.f_contiguous, flags.writeable, flags.aligned
-    if kind not in _array_types:
-        _array_types[kind] = kernel.typeof_pyval(value)
-    return _array_types[kind]
+def _kind_of(value):
+    """What of an argument, or of a tuple of them, decides about its type of Numba's, which takes 10 to 100
+    times as long to find."""
+    if type(value) is tuple:
+        return tuple([_kind_of(one) for one in value])
+    return (value.dtype, value.ndim, value.flags.num) if type(value) is np.ndarray else type(value)
 
 
-@cache
-def _address_of(kernel, signature):
-    """Of a kernel compiled for arguments of these types."""
+def _compile(kernel, args):
+    """(address of a kernel compiled for arguments of these types, that of what calls it)."""
+    signature = tuple(kernel.typeof_pyval(arg) for arg in args)
     kernel.compile(signature)
     code = kernel.overloads[signature]
-    return code.library.get_pointer_to_function(code.fndesc.llvm_func_name)
+    address = code.library.get_pointer_to_function(code.fndesc.llvm_func_name)
+    return address, _caller("".join(map(_letters, signature)))
 
 
-def _parts_of(kind, value):
-    """(letter, bits as i64) of the parts in which Numba passes an argument. Letters: i, an integer or an
-    address; f, d: a float, a double. Errors: TypeError for a kind that no kernel takes."""
+def _letters(kind):
+    """Of the parts in which Numba passes an argument of a type: i, an integer or an address; f, d: a float, a
+    double. Errors: TypeError for a type that no kernel takes."""
     if isinstance(kind, types.Array):
-        head = 0, 0, value.size, value.itemsize, value.ctypes.data  # nobody counts references to it
-        for cell in (*head, *value.shape, *value.strides):
-            yield "i", cell
-    elif isinstance(kind, types.BaseTuple):
-        for one, part in zip(kind.types, value, strict=True):
-            yield from _parts_of(one, part)
-    elif kind == types.int64:
-        yield "i", int(value)
-    elif kind == types.float64:
-        yield "d", int(np.float64(value).view(np.int64))
-    elif kind == types.float32:
-        yield "f", int(np.float32(value).view(np.int32))
-    else:
+        return "i" * (5 + 2 * kind.ndim)
+    if isinstance(kind, types.BaseTuple):
+        return "".join(map(_letters, kind.types))
+    if kind not in _LETTERS:
         raise TypeError(f"no program passes a {kind}")
+    return _LETTERS[kind]
+
+
+def _lay(value, cells, known):
+    """Append the bits of an argument's parts, or of those of a tuple of arguments, as i64. known: those of
+    arrays by id, since most are arguments of many kernels, and an array's address takes 3 us to ask for."""
+    kind = type(value)
+    if kind is np.ndarray:
+        if id(value) not in known:  # nobody counts references to it
+            head = 0, 0, value.size, value.itemsize, value.ctypes.data
+            known[id(value)] = *head, *value.shape, *value.strides
+        cells += known[id(value)]
+    elif kind is tuple:
+        for one in value:
+            _lay(one, cells, known)
+    elif kind is np.float32:
+        cells.append(int(np.float32(value).view(np.int32)))
+    elif isinstance(value, float):
+        cells.append(int(np.float64(value).view(np.int64)))
+    else:
+        cells.append(int(value))
 
 
 @cache
