@@ -21,6 +21,12 @@ def collect(out, nested, single, count):
 
 
 @jit
+def add_up(x, out):
+    for i in range(len(x)):
+        out[0] += x[i]
+
+
+@jit
 def take(x):
     pass
 
@@ -40,6 +46,18 @@ def test_arguments_arrive_as_from_python(rng):
         collect(wanted, *args)
         collect(wanted, *args)
         program.launch()
+    assert wanted.all()
+    np.testing.assert_array_equal(found, wanted)
+
+
+def test_a_kernel_gets_arrays_of_each_kind(rng):
+    """Of one dtype and of two; whole and with gaps: Numba compiles it for each."""
+    x = rng.standard_normal(8)
+    kinds = [x, x[::2], x.astype(np.float32), np.concatenate([x, x]).astype(np.float32)[::3]]
+    found, wanted = np.zeros((4, 1)), np.zeros((4, 1))
+    Program([(add_up, pair) for pair in zip(kinds, found, strict=True)], Lock()).launch()
+    for pair in zip(kinds, wanted, strict=True):
+        add_up(*pair)
     assert wanted.all()
     np.testing.assert_array_equal(found, wanted)
 
