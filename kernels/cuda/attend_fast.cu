@@ -1,10 +1,10 @@
 /* attend for bf16 and heads of 64 to 512: softmax(scale q k^T) v on tensor cores, in one launch.
- * Grid:   a block for a unit of keys, a kv head and a group of rows; those past the keys have none, so one
- *         grid serves every context. Four warps: 64 tile rows, a row's query heads side by side, 16 a warp,
- *         times the keys of a leaf; scores and sums stay in registers. A row of several units has a piece of
- *         each in the workspace; once all are there they are merged: by all blocks of the group and head,
- *         a row a warp, where the card holds the whole grid at once (`waits`), else by the last to come.
- *         A sink joins a row once: where o is divided.
+ * Grid:   a block for a unit of keys, or for several, each gridDim.z further, a kv head and a group of rows;
+ *         units past the keys have none, so one grid serves every context. Four warps: 64 tile rows, a row's
+ *         query heads side by side, 16 a warp, times the keys of a leaf; scores and sums stay in registers.
+ *         A row of several units has a piece of each in the workspace; once all are there they are merged:
+ *         by all blocks of the group and head, a row a warp, where the card holds the whole grid at once
+ *         (`waits`), else by the last to come. A sink joins a row once: where o is divided.
  * Moves:  K and V of the keys that a set sees, once: keys * G * HEAD * 4 bytes; a piece of the rows a unit
  *         through L2. With `early`, keys that this pass did not write are asked for before the kernel ahead,
  *         which writes q and the newest keys, has ended.
@@ -15,9 +15,10 @@
 #include "attend_merge.cuh"
 
 /* o is A[T,H,HEAD]; group * (H/G) <= 64, group <= GROUP. splits: units a row is cut into at most, or one
- * more; 0: none. units: blocks of a group and kv head. work: COUNTERS, 32 of them a group and kv head, zero
- * before and after; then a piece a block. waits: blocks may wait for each other. early: the kernel ahead let
- * this one start when all before it had ended. ratio: H/G. The grid: G, groups, units. */
+ * more; 0: none. units: of a group and kv head. work: COUNTERS, 32 of them a group and kv head that has
+ * several blocks, zero before and after; then a piece a unit. waits: blocks may wait for each other. early:
+ * the kernel ahead let this one start when all before it had ended. ratio: H/G. The grid: G, groups, blocks.
+ */
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     attend_fast(const bf16* q, const bf16* cache_k, const bf16* cache_v, const int* slot, const int* pos,
                 const int* begin, const int* end, int window, int causal, float scale, const float* sinks,
@@ -30,8 +31,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     // In the grid, units come last: those with keys start first.
     const int lane = lane_index(), warp = warp_index();
     const int first_row = 16 * (TEAMS > 1 ? warp % 4 : warp) + lane / 4;  // the other: 8 on
-    const Place place{ratio, (int)blockIdx.x, (int)blockIdx.y * group, (int)blockIdx.z,
-                      (int)(blockIdx.y * G + blockIdx.x)};
+    Place place{ratio, (int)blockIdx.x, (int)blockIdx.y * group, (int)blockIdx.z,
+                (int)(blockIdx.y * G + blockIdx.x)};
     if (!early) griddep_wait();
     if (warp == 0) {
         const Rows all{slot, pos, begin, end, T, group, window, causal, splits};
@@ -178,13 +179,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             __syncthreads();
             if (set.only == 32) break;
         }
-        if (!set.left) break;
+        if (!set.left) {
+            if (place.own + (int)gridDim.z >= units) break;
+            place.own += gridDim.z;
+        }
         __syncthreads();  // the plan has been read
-        if (warp == 0) set.next(rows, place.own, S);
+        if (warp == 0) {
+            if (!set.left) set.again();
+            set.next(rows, place.own, S);
+        }
         __syncthreads();
     }
     auto clear = [&](int first, int step) {  // rows that see nothing
-        for (int i = first; i < ROWS * UNITS && place.own == 0; i += step) {
+        for (int i = first; i < ROWS * UNITS && blockIdx.z == 0; i += step) {
             const int tile_row = i / UNITS, at = tile_row_of(tile_row).at;
             if (at < group && place.from + at < T && !rows[at].pieces)
                 *(uint4*)(o + head_at(H, place, tile_row) + i % UNITS * 8) = uint4{0, 0, 0, 0};
@@ -201,14 +208,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         __syncthreads();
         if (warp == 0) {
             if (lane == 0) red_add_release(counter, 1);
-            warp_wait_for(counter, units);
+            warp_wait_for(counter, gridDim.z);
         } else {
             clear(thread_again() - 32, THREADS - 32);
         }
         __syncthreads();
         if (threadIdx.x == 0) waited = atomicAdd(counter + 1, 1u);  // under way while rows are merged
-        first = place.own, step = units;
-    } else if (!last_to_arrive(counter, units)) {
+        first = blockIdx.z, step = gridDim.z;
+    } else if (gridDim.z == 1) {
+        __syncthreads();  // all pieces are this block's
+    } else if (!last_to_arrive(counter, gridDim.z)) {
         return;
     }
     for (int tile_row = first + step * warp; tile_row < ROWS; tile_row += step * WARPS) {
@@ -216,6 +225,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         if (count > 1)
             merge(piece_at(work, place.index * units), count, tile_row, o + head_at(H, place, tile_row));
     }
-    if (waits && threadIdx.x == 0 && waited == units - 1)
+    if (waits && threadIdx.x == 0 && waited == gridDim.z - 1)
         counter[0] = counter[1] = 0;  // nobody waits any more
 }

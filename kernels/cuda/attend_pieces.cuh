@@ -59,7 +59,7 @@ struct Row {
     int slot, first, last, unit, base, pieces;
 };
 
-/* What a block is: its kv head, its group's first row, which unit of a set, how manyth group and head. */
+/* What a block is: its kv head, its group's first row, which unit of a set now, how manyth group and head. */
 struct Place {
     int ratio, g, from, own, index;
 };
@@ -84,12 +84,12 @@ __device__ __forceinline__ size_t head_at(int H, const Place& place, int tile_ro
 
 /* Rows of a group that share slot, size of a unit and first one; what this block has. A warp makes it. */
 struct Set {
-    u32 left, members;            // rows without a set yet; rows of this one
+    u32 seeing, left, members;    // rows that see keys; those without a set yet; rows of this one
     int only;                     // the row that this pass is for, -1: all
     int slot, most;               // most: pieces of any row of the group
     int low, high;                // keys that any of them sees
     int shared_low, shared_high;  // keys that all of them see
-    int leaf_first, leaf_end;     // of this block
+    int leaf_first, leaf_end;     // of this block's unit
     int first_row;                // of the caches: where the first leaf begins
     int old_end;  // keys of the first leaf before that are there before the kernel ahead has ended
 
@@ -111,9 +111,19 @@ struct Set {
             if (row.first < row.last) row.pieces = (row.last - 1) / LEAF / row.unit - row.base + 1;
         }
         if (lane < GROUP) to[lane] = row;
-        u32 seeing = __ballot_sync(FULL_WARP, row.first < row.last);
+        u32 sees = __ballot_sync(FULL_WARP, row.first < row.last);
         int pieces = __reduce_max_sync(FULL_WARP, row.pieces);
-        if (lane == 0) left = seeing, members = 0, most = pieces, leaf_first = leaf_end = old_end = 0;
+        if (lane == 0) {
+            seeing = left = sees, members = 0, most = pieces;
+            leaf_first = leaf_end = old_end = 0;
+        }
+        __syncwarp();
+    }
+
+    /* One warp: the sets once more, for another unit. */
+    __device__ __forceinline__ void again() {
+        __syncwarp();
+        if (lane_index() == 0) left = seeing;
         __syncwarp();
     }
 

@@ -70,10 +70,27 @@ class Shape:
         together = self.groups * -(-BLOCK * self.ratio // TILE_ROWS)
         return max(1, (2 if self.size <= 256 else 1) * sms // together - 1)
 
-    def rows_a_pass(self, work):
-        """Rows of one launch: what counters and a workspace of so many f32 hold. 0: none."""
+    def rows_a_pass(self, work, held):
+        """Rows of one launch: what a workspace of so many f32 holds, and counters, where units of a row are
+        several blocks'. 0: none."""
         pieces = (work - COUNTERS) // (self.groups * self.units * piece_size(self.size))
-        return min(pieces, COUNTERS // (32 * self.groups)) * self.group
+        return min(pieces, self.counted) * self.group if not held else pieces * self.group
+
+    @property
+    def counted(self):
+        """Groups of rows that there are counters for."""
+        return COUNTERS // (32 * self.groups)
+
+    def blocks(self, rows, held):
+        """Blocks that share the units of a group and kv head. held: blocks that the card holds, 0: nobody may
+        wait. One that has them all need not wait for others, nor count."""
+        groups = -(-rows // self.group)
+        if not held:
+            return self.units
+        if groups > self.counted:
+            return 1
+        most = min(self.units, max(1, held // (self.groups * groups)))
+        return -(-self.units // -(-self.units // most))  # as many units each
 
 
 def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, sinks, work, o,
@@ -88,13 +105,13 @@ def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, 
     keys = min(backend.bucket or cached, cached)
     how = {"keys": keys, "wgmma": backend.device.arch in HAS_WGMMA} | tuning
     shape = Shape(rows, heads, groups, size, slots, backend.sms, bool(window), sinks is not None, **how)
-    count = shape.rows_a_pass(work.size) if shape.splits else rows  # uncut needs no workspace
-    if not count:
-        return None
     held = 0  # blocks that may wait for each other
     if waits and shape.splits:
         function = backend.device.function("attend_fast.cu", "attend_fast", shape.defines)
         held = backend.device.holds(function, threads_of(size), shape.shared)
+    count = shape.rows_a_pass(work.size, held) if shape.splits else rows  # uncut needs no workspace
+    if not count:
+        return None
     # qkv, which writes the newest keys, lets its successor start late (fast.py):
     # what came before it is there.
     early = (cache_k, cache_v) if early and shape.splits and count >= rows else ()
@@ -102,10 +119,11 @@ def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, 
         here = slice(first, min(first + count, rows))
         part = [a[here] for a in (q, slot, pos, begin, end)]
         total = len(part[0])
-        grid = groups, -(-total // shape.group), shape.units
+        grid = groups, -(-total // shape.group), shape.blocks(total, held)
         args = [
             part[0], cache_k, cache_v, *part[1:], window, causal, scale, sinks, work, o[here], total, heads,
-            groups, cached, shape.ratio, shape.group, shape.splits, shape.units, math.prod(grid) <= held,
+            groups, cached, shape.ratio, shape.group, shape.splits, shape.units,
+            grid[2] > 1 and math.prod(grid) <= held,
             bool(early),
         ]  # fmt: skip
         backend.launch(
