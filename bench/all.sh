@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What the results of a GPU come from, stage by stage, each bounded; about 15 minutes of an H100:
-#     bench/all.sh tests texts sanitizer rounds others experts loops embedded curve timeline kernels prompts
+#     bench/all.sh tests texts sanitizer rounds others experts loops embedded curve steps timeline kernels prompts
 # Results are written into bench/results, or into $OUT, named after CARD (h100). Exit code 1 when a stage failed.
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -43,6 +43,7 @@ for stage in "$@"; do
     loops) within 100 loops --name "loops-$card" ;;
     embedded) within 100 embedded --name "embedded-$card" ;;
     curve) within 400 curve --backend cuda --name "curve-$card" ;;
+    steps) within 100 steps --name "steps-$card" && within 100 wide --name "wide-$card" ;;
     timeline) within 100 timeline --shapes qwen3-8b smollm2-135m --card "$card" ;;
     kernels) within 250 kernels && within 100 attend --rows 1,16 --replays 4 --seconds 60 ;;
     prompts) within 100 prefill_gemm --rows 512,2048 --frames wgmma --seconds 70 --name "prefill-gemm-$card" ;;

@@ -1,7 +1,7 @@
 """What bench/MEASURED.md says of many requests at once, and of the server under them. As bench/measured.py,
 which asks for it."""
 
-from quote import begin, of, picture, prose, table
+from quote import begin, of, of_card, picture, prose, table
 
 ALLOWED = 0.97  # of plain's tokens a second: less is slower
 
@@ -83,3 +83,52 @@ def serving(results, name):
         f"{found['memory_before_mib']:.1f}", f"{found['memory_after_mib']:.1f}",
         of(found["slots_free"], found["slots"]),
     )])  # fmt: skip
+
+
+def together(results, card):
+    """Steps of several sequences in one pass (bench/steps.py)."""
+    found = of_card(results, "steps", card)
+    yield from begin(
+        f"Steps of several sequences, {found['shape']}'s shape, context {found['context']}", found
+    )
+    yield from prose(
+        f"A whole round on the GPU, {found['fresh']} features a sequence injected; the floor is the bytes of "
+        f"weights and keys once, at the copy's {found['copy_tb_per_s']:.2f} TB/s. Narrow passes hold 8 to 32 "
+        f"rows and read the weights again for more."
+    )
+    yield ""
+    heads = "sequences", "rows of each", "ms", "in narrow passes, ms", "floor, ms", "of the floor"
+
+    def row(one):
+        narrow = one.get("skinny_ms")
+        return (
+            str(one["lanes"]), "plain" if one["width"] == 1 else str(one["width"]), f"{one['ms']:.2f}",
+            "-" if narrow is None else f"{narrow:.1f}", f"{one['floor_ms']:.2f}",
+            f"{one['floor_ms'] / one['ms']:.0%}",
+        )  # fmt: skip
+
+    yield from table(heads, map(row, found["steps"]))
+
+
+def many_rows(results, card):
+    """Products of many rows with the skinny family's bits (bench/wide.py)."""
+    found = of_card(results, "wide", card)
+    same = [one["same_bits_as_skinny"] for one in found["results"] if one["same_bits_as_skinny"] is not None]
+    yield from begin("Products of many rows, us", found)
+    yield from prose(
+        f"The product alone, and the whole row with the laying of its tokens and its end. "
+        f"{of(sum(same), len(same), 'rows wrote the bits of narrow passes')}. The copy ran at "
+        f"{found['copy_gb_s'] / 1e3:.2f} TB/s."
+    )
+    yield ""
+    heads = "product", "rows", "us", "of cuBLAS", "whole row", "in narrow passes"
+
+    def row(one):
+        whole = one["row_us"]
+        return (
+            one["product"], str(one["rows"]), f"{one['product_us']:.1f}",
+            f"{one['cublas_us'] / one['product_us']:.2f}", "-" if whole is None else f"{whole:.1f}",
+            f"{one['skinny_row_us']:.1f}",
+        )  # fmt: skip
+
+    yield from table(heads, map(row, found["results"]))
