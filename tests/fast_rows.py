@@ -5,6 +5,8 @@ C_NORMED: the norm's scale is multiplied in before the product and that is round
 each term; the f32 sums are far below.
 """
 
+from contextlib import contextmanager
+
 import pytest
 from minidflash.kernels.gpu import fast
 from minidflash.kernels.ops import Ops
@@ -29,15 +31,23 @@ class Fast(Ops):
         self.weight = lambda parts, role=role, experts=0: ops.backend.weight(parts, role, experts)
 
 
-def fast_run(ops, name, case, **sizes):
+@contextmanager
+def variant(ops, name, wanted, wide=False):
+    """The row runs in this variant; wide: whether the wide ones may take it."""
     ops.backend.variants.pop(name, None)
-    got = run(Fast(ops, name), name, case, **sizes)
-    assert ops.backend.variants[name] == "fast"
-    return got
+    ops.backend.wide = wide
+    try:
+        yield Fast(ops, name)
+    finally:
+        ops.backend.wide = True
+    assert ops.backend.variants[name] == wanted
+
+
+def fast_run(ops, name, case, **sizes):
+    with variant(ops, name, "fast") as fast_ops:
+        return run(fast_ops, name, case, **sizes)
 
 
 def fast_check(ops, name, case, terms, c, **sizes):
-    ops.backend.variants.pop(name, None)
-    got = check(Fast(ops, name), name, case, terms, c, **sizes)
-    assert ops.backend.variants[name] == "fast"
-    return got
+    with variant(ops, name, "fast") as fast_ops:
+        return check(fast_ops, name, case, terms, c, **sizes)

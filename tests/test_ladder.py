@@ -82,7 +82,7 @@ def test_the_readme_and_the_command_tell_the_same_last_hops(mdf):
         *first, where, name = line.split()
         who = first[0] if first else who
         printed.setdefault(who, []).append((where.partition(":")[0], name))
-    assert list(printed) == ["all", "oracle", "numba", "prefill", "fast", "plain"]
+    assert list(printed) == ["all", "oracle", "numba", "prefill", "wide", "fast", "plain"]
     by_hop = {}
     for hop, file, name in told():
         by_hop.setdefault(hop, []).append((file, name))

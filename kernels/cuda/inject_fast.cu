@@ -5,24 +5,6 @@
  * Truth:  oracle.py inject. */
 #include "skinny_heads.cuh"
 
-struct InjectRule {
-    const float *kv_bias, *k_norm;
-    const int *slot, *pos, *at;
-    bf16 *cache_k, *cache_v;
-    int slots, groups, size, cached;
-
-    __device__ __forceinline__ Finish operator()(int head, int token) const {
-        if (pos[token] < 0) return Finish{nullptr, nullptr, nullptr, false, false};
-        int layer = head / (2 * groups), group = head % groups;
-        bool is_key = head / groups % 2 == 0;
-        size_t row =
-            (((size_t)layer * slots + slot[token]) * groups + group) * cached + row_of_key(at[token], cached);
-        const float* norm = is_key && k_norm ? k_norm + layer * size : nullptr;
-        return Finish{kv_bias ? kv_bias + head * size : nullptr, norm,
-                      (is_key ? cache_k : cache_v) + row * size, is_key, false};
-    }
-};
-
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     inject_fast(const u16* wkv, const bf16* f, const float* kv_bias, const float* k_norm, const float* cos,
                 const float* sin, const int* slot, const int* pos, const int* at, bf16* cache_k,

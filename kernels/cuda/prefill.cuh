@@ -7,19 +7,8 @@
 #pragma once
 #include "fp8.cuh"
 #include "neighbours.cuh"
+#include "stage.cuh"
 
-#ifndef TOKENS
-#define TOKENS 256
-#endif
-#ifndef WEIGHT_TILES
-#define WEIGHT_TILES 8
-#endif
-#ifndef STAGES
-#define STAGES 4
-#endif
-
-constexpr int OUTPUTS = 16 * WEIGHT_TILES;
-constexpr int STAGE_K = 64;
 constexpr int PER = OUTPUTS / 32;  // of a token's sums, a lane's
 constexpr int PITCH =
     OUTPUTS + 4;  // floats between tokens of the finished tile: no bank conflicts in its reads

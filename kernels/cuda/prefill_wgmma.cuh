@@ -8,12 +8,9 @@
  *         a prompt. They are not those of the mma.sync frame.
  * Source: kernel-playbook 7. */
 #pragma once
-#include "wgmma.cuh"
+#include "wgmma_stage.cuh"
 
-constexpr int CONSUMERS = 2 * OUTPUTS, THREADS = CONSUMERS + 128;  // the first so many compute
-constexpr int COLUMN_BYTES = 2 * STAGE_K;
-constexpr int TILE_BYTES = 2 * CHUNK_BYTES;  // of a row tile of weights
-constexpr int TOKEN_BYTES = TOKENS * COLUMN_BYTES, STAGE = TOKEN_BYTES + WEIGHT_TILES * TILE_BYTES;
+constexpr int THREADS = CONSUMERS + 128;
 constexpr int FINISHED = 4 * TOKENS * PITCH;
 constexpr int RING = STAGES * STAGE > FINISHED ? STAGES * STAGE : FINISHED;  // bytes; barriers lie behind
 
@@ -35,20 +32,6 @@ struct Product {
           padded((rows_ + 7) / 8 * 8),
           cols(cols_) {
         tokens = min(TOKENS, padded - first_token);
-    }
-};
-
-struct Ring {
-    char* stages;  // [tokens][weights]: columns want an alignment of 1024
-    u64 *full, *empty;
-
-    __device__ __forceinline__ explicit Ring(char* shared)
-        : stages(shared), full((u64*)(shared + RING)), empty(full + STAGES) {}
-
-    /* By thread 0, before a barrier of the block. */
-    __device__ __forceinline__ void open() const {
-        for (int s = 0; s < STAGES; ++s) mbarrier_init(&full[s], 1), mbarrier_init(&empty[s], CONSUMERS);
-        mbarrier_fence_init();
     }
 };
 
@@ -88,30 +71,6 @@ __device__ __forceinline__ void copy_all(const Product& p, const Ring& ring, int
     }
     griddep_launch();
 }
-
-/* The weights of half a stage in registers, and their products, a group of their own. */
-struct Half {
-    uint4 a[2];
-
-    __device__ __forceinline__ void load(const char* stage, int half) {
-        const char* from =
-            stage + TOKEN_BYTES + warp_index() * TILE_BYTES + CHUNK_BYTES * half + 16 * lane_index();
-        if constexpr (FP8)
-            widen_chunk(a, *(const uint4*)from);
-        else
-            a[0] = *(const uint4*)from, a[1] = *(const uint4*)(from + 512);
-    }
-
-    __device__ __forceinline__ void multiply(float (&acc)[TOKENS / 2], const char* stage, int half) const {
-        wgmma_fence();
-        wgmma(acc, a[0], wgmma_columns(stage + 64 * half));
-        wgmma(acc, a[1], wgmma_columns(stage + 64 * half + 32));
-        wgmma_commit();
-    }
-};
-
-/* Every lane arrives, for the weights that it read itself (skinny_finish.cuh). */
-__device__ __forceinline__ void give_back(const Ring& ring, int slot) { mbarrier_arrive(&ring.empty[slot]); }
 
 /* FP8: sums over the 128 k that share a scale, and the scales of this lane's rows. */
 struct Scaled {
@@ -169,7 +128,7 @@ __device__ __forceinline__ void multiply_all(float (&acc)[TOKENS / 2], const Pro
 template <class Sink>
 __device__ __forceinline__ void prefill(const Product& p, const Sink& sink) {
     extern __shared__ __align__(1024) char dynamic[];  // RING bytes, then barriers
-    const Ring ring(dynamic);
+    const Ring ring(dynamic, RING);
     const int steps = (p.cols + STAGE_K - 1) / STAGE_K;
     if (threadIdx.x == 0) ring.open();
     __syncthreads();

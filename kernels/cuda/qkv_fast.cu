@@ -6,27 +6,6 @@
  *         product. */
 #include "skinny_heads.cuh"
 
-struct QkvRule {
-    const float *q_bias, *kv_bias, *q_norm, *k_norm, *v_norm;
-    const int *slot, *pos, *at;
-    bf16 *cache_k, *cache_v, *q;
-    int heads, groups, size, cached;
-
-    __device__ __forceinline__ Finish operator()(int head, int token) const {
-        bool is_active = pos[token] >= 0;
-        if (head < heads) {
-            bf16* to = q + ((size_t)token * heads + head) * size;
-            return Finish{q_bias ? q_bias + head * size : nullptr, q_norm, to, true, !is_active};
-        }
-        int kv = head - heads, group = kv % groups;
-        bool is_key = kv < groups;
-        const float* bias = kv_bias ? kv_bias + (SHARED_KV ? group : kv) * size : nullptr;
-        if (!is_active) return Finish{nullptr, nullptr, nullptr, false, false};
-        size_t to = (((size_t)slot[token] * groups + group) * cached + row_of_key(at[token], cached)) * size;
-        return Finish{bias, is_key ? k_norm : v_norm, (is_key ? cache_k : cache_v) + to, is_key, false};
-    }
-};
-
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     qkv_fast(const u16* wq, const u16* wkv, const bf16* x, const float* norm, const float* q_bias,
              const float* kv_bias, const float* q_norm, const float* k_norm, const float* v_norm,

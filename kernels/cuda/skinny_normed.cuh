@@ -5,9 +5,10 @@
  * one order. */
 #pragma once
 #include "neighbours.cuh"
+#include "normed_ends.cuh"
 #include "skinny.cuh"
 
-constexpr int PER = 4, PIECE = 32 * PER;  // outputs of a lane, and of a warp, at a time
+constexpr int PIECE = 32 * PER;  // outputs of a warp at a time
 
 /* Where whole rows meet: y (rows, outputs), then squares (rows, tiles). */
 struct Whole {
@@ -52,9 +53,7 @@ struct KeepRows {
     }
 };
 
-/* By all threads, after skinny() with KeepRows. end.prepare(row, n, there) may ask for what a lane's outputs
- * n .. n + there - 1 of a row need besides; end(row, n, there, y, r) ends them: y are their sums, r is 1 /
- * rms of the row. */
+/* By all threads, after skinny() with KeepRows. end: of normed_ends.cuh. */
 template <class End>
 __device__ __forceinline__ void end_rows(const Task& task, const Whole& whole, u32* counters, float eps,
                                          End& end) {

@@ -18,8 +18,10 @@ from ..weight import Weight
 COUNTERS = 4096
 HAS_WGMMA = "sm_90a", "emulated"  # arches
 
-from . import fast, fp8, plain, prefill  # they read COUNTERS
+from . import fast, fp8, plain, prefill, wide  # they read COUNTERS
 from .attend_fast import LEAF
+
+FAMILIES = {"wide": wide, "fast": fast}  # asked in this order, before plain
 
 
 class GpuBackend:
@@ -33,20 +35,21 @@ class GpuBackend:
     dependent = False  # whether a kernel may start while the one before it ends
     key_cut = LEAF  # of attend_fast.cu; the plain kernel takes keys one by one
     prefill_frame = None  # of prefill.cuh; None: the card's
+    wide = True  # whether many rows run as wide passes (wide.py); the bits are the same
 
     def __init__(self, activations, device):
         self.activations, self.device, self.sms = activations, device, device.sms
-        self.variants = {}  # row -> "plain" or "fast", as it ran last
+        self.variants = {}  # row -> "wide", "fast" or "plain", as it ran last
         self.is_preparing = False  # compile and load what a launch needs, launch nothing
         self.bucket = None  # keys behind which no row of the launch sees; None: it may
         for row in ROWS:
             setattr(self, row, partial(self._run, row))
 
     def _run(self, row, *args):
-        is_fast = fast.take(self, row, args)
-        if not is_fast:
+        took = next((name for name, family in FAMILIES.items() if family.take(self, row, args)), "plain")
+        if took == "plain":
             getattr(plain, row)(self, *args)
-        self.variants[row] = "fast" if is_fast else "plain"
+        self.variants[row] = took
 
     def launch(self, file, kernel, grid, block, shared, args, defines=None, **how):
         """One launch; arguments as the device's, defines: {macro: value}. While preparing, nothing runs."""
@@ -61,7 +64,8 @@ class GpuBackend:
     def work_size(self, rows, cols, outputs):
         """Workspace elements (f32) for a kernel of `rows` token rows, `cols` inputs, `outputs` outputs."""
         need = plain.work_size(rows, cols, outputs), fast.work_size(self, rows, cols, outputs)
-        return COUNTERS + max(*need, prefill.work_size(rows, cols, outputs))
+        need += prefill.work_size(rows, cols, outputs), wide.work_size(rows, cols, outputs, self.sms)
+        return COUNTERS + max(need)
 
     def weight(self, parts, role="", experts=0):
         """`Weight` from checkpoint tensors stacked along rows: packed where fast kernels read it, else plain.

@@ -30,9 +30,8 @@ from dataclasses import replace
 import numpy as np
 
 from ..weight import MATRIX, PAIRS, TABLE, TILE, Weight
-from . import COUNTERS, attend_fast, experts, experts_few, fp8, plain, split
-
-PAIRED = "packed pairs"  # a tile holds 8 gate rows and the 8 up rows that go with them
+from . import COUNTERS, attend_fast, experts, experts_few, fp8, plain, split, wide
+from .packed import PAIRED, are_packed, fits_a_block, has_room, head_size_define, rows_of, tiles_of
 
 
 def take(backend, row, args):
@@ -58,11 +57,6 @@ def pack(backend, parts, role, count=0):
     args = [raw, raw[half:], data, *sizes, stride, tiles, cols, 0]
     backend.launch("pack.cu", "pack", -(-tiles * chunks * 32 // 256), 256, 0, args)
     return Weight((rows, cols), "bf16", PAIRED if role == PAIRS else "packed", (data,))
-
-
-def tiles_of(rows, is_paired=False):
-    """16-row tiles of a packed weight."""
-    return split.tiling(rows, is_paired)[0]
 
 
 def work_size(backend, rows, cols, outputs):
@@ -121,11 +115,6 @@ def launch(backend, file, kernel, tiles, cut, w, rows, args, is_normed=False, to
     return True
 
 
-def rows_of(array, here):
-    """Those rows of an argument that may be absent."""
-    return None if array is None else array[here]
-
-
 def embed(backend, ids, table, scale, x):
     if table.layout != "packed":
         return None
@@ -157,21 +146,6 @@ def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, v_norm,
         backend, "qkv_fast.cu", "qkv_fast", tiles, cut, wq, len(x), args, is_normed, together=True,
         defines={"NORMED": int(is_normed)} | ({"SHARED_KV": 1} if shares else {}) | head_size_define(size),
     )  # fmt: skip
-
-
-def are_packed(*weights):
-    """Whether one kernel reads them all."""
-    return all(w.layout == "packed" and w.dtype == weights[0].dtype for w in weights)
-
-
-def has_room(heads, size):
-    """Whether skinny_heads.cuh holds the heads of one launch."""
-    return heads <= 512 and size <= 512
-
-
-def head_size_define(size):
-    """-D of skinny_heads.cuh for heads that are larger than usual: a lane has more of them."""
-    return {} if size <= 128 else {"MOST_HEAD_SIZE": 256 if size <= 256 else 512}
 
 
 def linear(backend, a, w, bias, work, y):
@@ -221,11 +195,6 @@ def join(backend, a, b, a_norm, b_norm, norm, eps, scale, tap_row, tap_at, x, ta
     args = [a, b, a_norm, b_norm, norm, eps, scale, tap_row, x, taps, width, tap_at, tap_cols]
     backend.launch("join_fast.cu", "join_fast", rows, 256, 0, args, dependent=backend.dependent)
     return True
-
-
-def fits_a_block(width):
-    """Whether whole_rows.cuh holds a row."""
-    return width % 4 == 0 and width <= 8192
 
 
 def gate_up(backend, x, norm, eps, act, w, work, h):
@@ -308,6 +277,8 @@ def head_logits(backend, x, norm, eps, w, multiplier, cap, work, logits):
 
 def _logits(backend, x, pick, norm, eps, w, work, logits):
     """logits[i] = head of row i of x, of row pick[i] when given."""
+    if wide.logits(backend, x, pick, norm, eps, w, work, logits):
+        return True
     cut, tiles = split.choose(w.rows, w.cols, backend.sms, whole=True), tiles_of(w.rows)
 
     def args(here, count):

@@ -14,7 +14,7 @@ from ..table import ROWS
 from ..weight import TILE
 from . import COUNTERS, HAS_WGMMA
 from .attend_fast import attend_prompt
-from .fast import are_packed, fits_a_block
+from .packed import are_packed, fits_a_block
 
 STAGE_K = 64
 HEADS = {64: 8, 128: 8, 256: 4, 512: 2}  # head size -> heads of a row by one warp of qkv_prefill.cu

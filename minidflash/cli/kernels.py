@@ -51,7 +51,7 @@ def explain(row):
     kinds = {arg.type for arg in row.args if arg.dims or arg.type == "W"}
     yield "  types: " + ", ".join(f"{kind} is {TYPES[kind]}" for kind in ("A", "W") if kind in kinds)
     yield ""
-    yield "  from the row to the code; cuda and emulate ask prefill (for prompts), then fast, then plain"
+    yield "  from the row to the code; cuda, emulate ask prefill (prompts), wide (many rows), fast, plain"
     for who, steps in {"all": entry(row.name), **ladders(row.name)}.items():
         for i, step in enumerate(steps):
             yield f"  {'' if i else who:<9}{step}"

@@ -52,7 +52,8 @@ def entry(name):
 def ladders(name):
     """Who computes a row -> its steps, the backend's function first, then what that compiles or launches.
 
-    On a GPU, and emulated, three variants are asked in turn: "prefill" (a prompt's rows), "fast", "plain".
+    On a GPU, and emulated, variants are asked in turn: "prefill" (a prompt's rows), "wide" (many rows of many
+    texts), "fast", "plain".
     Errors: LookupError where the source does not tell a launch's file or kernel;
     UserError as `check_threads`.
     """
@@ -72,9 +73,12 @@ def ladders(name):
 
 def gpu_functions(name):
     """Variant -> the function of a row, in the order in which a GPU backend asks them."""
-    from minidflash.kernels.gpu import fast, plain, prefill
+    from minidflash.kernels.gpu import fast, plain, prefill, wide
 
-    found = {"prefill": prefill.PREFILL.get(name), "fast": fast.FAST.get(name), "plain": getattr(plain, name)}
+    offered = {"prefill": prefill.PREFILL, "wide": wide.WIDE, "fast": fast.FAST}
+    found = {variant: offers.get(name) for variant, offers in offered.items()} | {
+        "plain": getattr(plain, name)
+    }
     return {variant: function for variant, function in found.items() if function}
 
 

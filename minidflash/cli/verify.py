@@ -18,6 +18,7 @@ OWN_KERNEL = {"linear_add": ("norm", "scale")}
 # Dims of no model that every fast kernel takes.
 SIZES = {"T": 5, "N": 1, "D": 48, "H": 4, "G": 2, "K": 64, "F": 40, "V": 37, "C": 96, "S": 24, "P": 32,
          "J": 8, "B": 5, "L": 2, "R": 5, "M": 5, "X": 1, "Y": 5, "E": 6, "U": 2}  # fmt: skip
+MANY = {"T": 40, "M": 40, "Y": 40, "R": 40, "S": 64, "P": 64}  # more rows than a skinny pass holds
 MOST_LOGITS = 4096  # of a model's vocabulary
 TOLERANCE = {"f32": 1e-4, "bf16": 2e-2}  # of the largest value of an array
 
@@ -122,7 +123,7 @@ def kernel_checks(ops, widths=None):
     """(name, problem) of every table row: random arguments, this backend against the oracle.
 
     widths: sizes of a model, taken after SIZES. Behind a row's name stand the variants that ran. On a GPU
-    with bf16 it is a problem that a fast or prefill variant never did.
+    with bf16 it is a problem that a fast, wide or prefill variant never did.
     """
     from minidflash.kernels import open_ops
     from minidflash.kernels.table import ROWS
@@ -131,8 +132,9 @@ def kernel_checks(ops, widths=None):
     for name, row in ROWS.items():
         wanted = [variant for variant in gpu_functions(name) if variant != "plain"] if has_variants else []
         ran, problem = {}, None
+        shapes = [SIZES, *([SIZES | MANY] if "wide" in wanted else []), *([widths] if widths else [])]
         for one in (ops, ops.for_prefill) if "prefill" in wanted else (ops,):
-            for sizes in (SIZES, widths) if widths else (SIZES,):
+            for sizes in shapes:
                 for without in _forms(row):
                     problem = problem or row_problem(truth, one, row, sizes, without, ran)
         never = [variant for variant in wanted if variant not in ran and ops.activations == "bf16"]

@@ -9,14 +9,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from minidflash.kernels import source
-from minidflash.kernels.gpu import EmulateBackend, attend_fast, fast, prefill, split
+from minidflash.kernels.gpu import EmulateBackend, attend_fast, fast, prefill, split, wide
 from minidflash.kernels.ops import Ops
 
 from tests.cases import run
 from tests.conftest import open_or_skip
 from tests.fast_rows import Fast
 from tests.kernels import test_fast_attend, test_reject, test_rows
-from tests.kernels.test_fast_prefill import Prompt, wide
+from tests.kernels.test_fast_prefill import Prompt, even
 
 COUNTS, SMS = range(1, 65), 8
 # Of a launch, what follows the number of rows and shows in no bit (test_fast_bits.py, test_fast_attend.py,
@@ -76,21 +76,21 @@ def card(monkeypatch):
     return make
 
 
-def assert_one_set(card, device, call):
+def assert_one_set(card, device, call, counts=COUNTS):
     """call(T) for every T: the same launches but for ROWS and TILES, from the same choices."""
     first = None
-    for count in COUNTS:
+    for count in counts:
         card.chosen.clear(), device.told.clear()
         call(count)
         found = set(device.told), set(card.chosen)
         first = first or found
         for now, before, what in zip(found, first, ("launches", "choices"), strict=True):
-            assert now == before, f"{what} at {count} rows, and not at 1: {now ^ before}"
+            assert now == before, f"{what} at {count} rows, and not at {counts[0]}: {now ^ before}"
     assert first[0]
 
 
-OFFERED = {"fast": fast.FAST, "prompt": prefill.PREFILL}
-VARIANTS = [(name, kind) for name in test_rows.ROW_KERNELS for kind in ("fast", "plain", "prompt")
+OFFERED = {"fast": fast.FAST, "wide": wide.WIDE, "prompt": prefill.PREFILL}
+VARIANTS = [(name, kind) for name in test_rows.ROW_KERNELS for kind in ("fast", "wide", "plain", "prompt")
             if kind == "plain" or name in OFFERED[kind] and name != "attend"]  # fmt: skip
 
 
@@ -98,25 +98,26 @@ VARIANTS = [(name, kind) for name in test_rows.ROW_KERNELS for kind in ("fast", 
 def test_no_choice_knows_the_rows(card, rng, name, kind):
     activations = "f32" if kind == "plain" else "bf16"
     ops, device = card(activations)
-    make = wide(test_rows.make) if kind == "prompt" else test_rows.make
+    make = even(test_rows.make) if kind in ("wide", "prompt") else test_rows.make
     case, sizes = make(name, rng, activations, "bf16")
     if name == "attend":
         case["pos"][:] = case["begin"][:] = 3  # one place for all, so that nothing but their number changes
         case["end"][:] = 4
-    called = {"fast": Fast, "prompt": Prompt, "plain": lambda ops, name: ops}[kind](ops, name)
-    variants = set()
+    called = {"fast": Fast, "wide": Fast, "prompt": Prompt, "plain": lambda ops, name: ops}[kind](ops, name)
+    ops.backend.wide, variants = kind == "wide", set()
 
     def call(count):
         run(called, name, test_rows.some_rows(name, case, list(range(count))), **sizes)
         variants.add(ops.backend.variants[name])
 
-    assert_one_set(card, device, call)
+    assert_one_set(card, device, call, range(33, 65) if kind == "wide" else COUNTS)
     assert variants == {"prefill" if kind == "prompt" else kind}
 
 
 @pytest.mark.parametrize("activations", ["f32", "bf16"])
 def test_rejection_does_not_either(card, rng, activations):
     ops, device = card(activations)
+    ops.backend.wide = False
     _, case = test_reject.random_case(ops, rng, 1, 64, 64, 40, 77)
 
     def call(count):

@@ -170,7 +170,7 @@ def test_odd_columns_are_left_to_the_other_kernels(ops, frame, rng):
 )
 def test_a_row_alone_has_the_bits_of_a_chunk(ops, frame, rng, form, monkeypatch):
     """Rows of a chunk of 64, in chunks of 1 and 17, under every tile."""
-    monkeypatch.setattr(test_rows, "make", wide(test_rows.make))
+    monkeypatch.setattr(test_rows, "make", even(test_rows.make))
     name, case, sizes = test_rows.make_form(form, rng, "bf16", "bf16")
     whole = test_rows.seen(name, case, prompt_run(ops, name, case, **sizes), range(64))
     chunks = range(1), range(40, 57), range(63, 64), range(3, 5)
@@ -181,7 +181,7 @@ def test_a_row_alone_has_the_bits_of_a_chunk(ops, frame, rng, form, monkeypatch)
         test_rows.compare(name, whole, got, list(rows), f"tile {tile}")
 
 
-def wide(make):
+def even(make):
     """test_rows.make with K a multiple of 8, as these kernels want."""
 
     def made(name, rng, activations, weights):

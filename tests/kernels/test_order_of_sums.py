@@ -23,21 +23,21 @@ COLS, HUGE = 192, 2.0**19
 SEEDS = 1, 2, 3, 4
 
 
-def cancelling(name, rng):
-    """A case of 64 rows of COLS inputs: terms of the first and the last third are huge and opposite."""
-    case, sizes = test_rows.make(name, rng, "bf16", "bf16")
+def cancelling(form, rng, cols=COLS):
+    """A case of 64 rows of `cols` inputs: terms of the first and the last third are huge and opposite."""
+    name, case, sizes = test_rows.make_form(form, rng, "bf16", "bf16")
     given = {"linear": "a", "linear_add": "a", "fuse": "taps", "inject": "f"}.get(name, "x")
-    x, third = np.abs(rng.standard_normal((len(case[given]), COLS))), COLS // 3
+    x, third = np.abs(rng.standard_normal((len(case[given]), cols))), cols // 3
     x[:, -third:] = x[:, :third]
     case[given] = stored(x, "bf16")
     for what, matrix in case.items():
         if isinstance(matrix, Matrix):
-            w = rng.standard_normal((matrix.shape[0], COLS))
+            w = rng.standard_normal((matrix.shape[0], cols))
             w[:, :third] = HUGE * (1 + np.abs(w[:, :third]))
             w[:, -third:] = -w[:, :third]
             case[what] = Matrix(stored(w, "bf16"))
-    if case.get("norm") is not None and name != "fuse":
-        case["norm"] = np.ones(COLS, np.float32)  # what cancels stays so
+    if case.get("norm") is not None and name not in ("fuse", "linear_add"):
+        case["norm"] = np.ones(cols, np.float32)  # what cancels stays so
     return case, sizes
 
 

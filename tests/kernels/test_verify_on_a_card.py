@@ -37,7 +37,7 @@ def test_a_card_with_bf16_must_have_run_its_fast_kernels(checks, monkeypatch):
     assert {name: problem for name, (_, problem) in found.items() if problem} == {
         "gate_up": "no shape ran fast", "inject": "no shape ran fast",
     }  # fmt: skip
-    assert found["gate_up"][0] == "oracle (plain, prefill)"
+    assert found["gate_up"][0] == "oracle (plain, wide, prefill)"
 
 
 def test_a_card_with_f32_has_plain_kernels(checks):

@@ -1,0 +1,44 @@
+/* The order in which the skinny family sums K (skinny.cuh), as a walk for kernels that read K in another way:
+ * slices in order, of each its warps in order, of a warp its chunks of 32 ascending. TREE_SLICES and
+ * TREE_WARPS are the cut's slices and streaming warps (kernels/gpu/split.py). */
+#pragma once
+#include "common.cuh"
+
+#ifndef TREE_SLICES
+#define TREE_SLICES 1
+#endif
+#ifndef TREE_WARPS
+#define TREE_WARPS 8
+#endif
+
+/* One slice's chunks by steps of two of the same warp; where a warp has an odd number, its last step has one.
+ */
+struct Walk {
+    int begin, each, more;        // its first chunk; chunks of a warp; warps that have one more
+    int base, end;                // its steps: base .. end - 1
+    int long_steps, short_steps;  // of a warp that has one more, of the others
+
+    __device__ __forceinline__ Walk(int cols, int slice) {
+        const int chunks = (cols + 31) / 32;
+        end = 0;
+        for (int s = 0; s <= slice; ++s) {
+            begin = chunks * s / TREE_SLICES;
+            const int count = chunks * (s + 1) / TREE_SLICES - begin;
+            each = count / TREE_WARPS, more = count % TREE_WARPS;
+            long_steps = (each + 2) / 2, short_steps = (each + 1) / 2;
+            base = end, end += more * long_steps + (TREE_WARPS - more) * short_steps;
+        }
+    }
+
+    __device__ __forceinline__ int own(int warp) const { return each + (warp < more); }
+
+    /* Half of a step of a warp: its chunk; -1: there is none. */
+    __device__ __forceinline__ int chunk(int warp, int step, int half) const {
+        return 2 * step + half < own(warp) ? begin + warp + (2 * step + half) * TREE_WARPS : -1;
+    }
+
+    /* A warp's first step. */
+    __device__ __forceinline__ int first(int warp) const {
+        return base + min(warp, more) * long_steps + max(warp - more, 0) * short_steps;
+    }
+};

@@ -1,0 +1,312 @@
+/* The frame of the wide_* kernels: tokens (rows x K) times packed weights (N x K) transposed for 17 to 512
+ * rows, with the sums of skinny.cuh. Tokens come from lay_wide.cu.
+ * Grid:   at most as many blocks as the card holds together. A unit of work is a tile of TOKENS tokens, a
+ *         group of 16 * WEIGHT_TILES outputs and a slice of K; units in a row are dealt out to blocks by
+ *         warps of the tree, so that all blocks end together: a block's share may begin and end within a
+ *         unit. It first sums what it has of the last one, from that unit's first warp on, and hands it over
+ *         in the workspace; what it has of its first unit comes last, upon what the block before it has
+ *         handed over. A warpgroup for 64 outputs x TOKENS tokens each, and one that copies. Packed weights
+ *         are the A operand of wgmma, or without WGMMA of mma.sync, in registers as they lie in memory;
+ *         tokens its B operand.
+ * Moves:  each unit its weights and tokens once from L2, through a ring of bulk copies of 64 k.
+ * Bits:   an output's sum runs over a warp's chunks, then warps, then slices, each ascending, whoever sums
+ *         them. wgmma and mma.sync round alike (tests/kernels/test_wide.py, bench/wide.py).
+ * Source: kernel-playbook 7; shares that end together as in Stream-K (Osama et al. 2023). */
+#pragma once
+#ifndef TOKENS
+#define TOKENS 64
+#define WEIGHT_TILES 8
+#define STAGES 8
+#endif
+#include "tree.cuh"
+#include "wgmma_stage.cuh"
+
+constexpr int COPIERS =
+    4;  // warps, in turn: to order a stage's 17 copies takes one longer than to multiply it
+constexpr int THREADS = CONSUMERS + 32 * COPIERS;
+#ifdef WGMMA  // where two warpgroups compute 128 tokens, or three 64, they take what the copying one leaves
+constexpr bool TAKES_MORE = WEIGHT_TILES == 12 || (TOKENS == 128 && WEIGHT_TILES == 8);
+constexpr int TAKEN = WEIGHT_TILES == 12 ? 144 : 224, LEFT = WEIGHT_TILES == 12 ? 80 : 56;
+#endif
+constexpr int RING = STAGES * STAGE;
+constexpr int SUMS = TOKENS / 2;  // of a lane
+
+/* Where token column i of a lane's sums is among TOKENS, and which of its rows g, g + 8 it is of. */
+__device__ __forceinline__ int column_of(int i) { return i / 4 * 8 + 2 * (lane_index() % 4) + i % 2; }
+
+/* The work of a launch. */
+struct Work {
+    const bf16* x;  // [steps of two chunks][padded rows][64 k], as lay_wide.cu lays it
+    float* handed;  // a block's sums of a unit that it does not end: [block][warp][SUMS / 4][lane][4]
+    u32* counters;  // [block][warp]: whether they are there
+    int rows, cols, groups;
+
+    __device__ __forceinline__ int padded() const { return (rows + 7) / 8 * 8; }
+    __device__ __forceinline__ int token_tiles() const { return (rows + TOKENS - 1) / TOKENS; }
+    __device__ __forceinline__ int units() const { return token_tiles() * groups * TREE_SLICES; }
+};
+
+/* Tiles of tokens come last: blocks that have the same weights of other tokens are on the card together, and
+ * share them in L2. */
+struct Unit {
+    int first_token, group, slice;
+
+    __device__ __forceinline__ Unit(const Work& work, int index) {
+        const int rest = index / work.groups;
+        group = index % work.groups, slice = rest % TREE_SLICES, first_token = rest / TREE_SLICES * TOKENS;
+    }
+};
+
+/* Warps from .. to - 1 of a unit. */
+struct Piece {
+    int unit, from, to;
+};
+
+/* A block's share. There are at least as many units as blocks, so each has no more than one unit that it does
+ * not end, and one that it does not begin. */
+struct Share {
+    int begin, end;
+
+    __device__ __forceinline__ explicit Share(const Work& work) {
+        const i64 all = (i64)work.units() * TREE_WARPS;
+        begin = (int)(all * blockIdx.x / gridDim.x), end = (int)(all * (blockIdx.x + 1) / gridDim.x);
+    }
+
+    __device__ __forceinline__ bool has_open() const { return end % TREE_WARPS > 0; }
+    __device__ __forceinline__ int pieces() const {
+        return (end + TREE_WARPS - 1) / TREE_WARPS - begin / TREE_WARPS;
+    }
+
+    /* In the order of work: the open unit, whole ones, the one that another block began. */
+    __device__ __forceinline__ Piece piece(int i) const {
+        const int last = end / TREE_WARPS;
+        if (has_open() && i == 0) return Piece{last, 0, end % TREE_WARPS};
+        const int unit = last - 1 - (i - has_open());
+        return Piece{unit, max(begin - unit * TREE_WARPS, 0), TREE_WARPS};
+    }
+};
+
+/* A step of a block's share after the other, for who copies. */
+struct Along {
+    const Work* work;
+    const Share* share;
+    int index = 0, warp = 0, turn = 0, step = 0;  // turn: step of the warp; step: of the walk
+    Piece piece{};
+    Unit unit;
+    Walk walk;
+
+    __device__ __forceinline__ Along(const Work& work_, const Share& share_)
+        : work(&work_), share(&share_), unit(work_, 0), walk(work_.cols, 0) {
+        enter();
+        settle();
+    }
+
+    __device__ __forceinline__ bool is_there() const { return index < share->pieces(); }
+
+    __device__ __forceinline__ void enter() {
+        piece = share->piece(index);
+        unit = Unit(*work, piece.unit);
+        if (TREE_SLICES > 1) walk = Walk(work->cols, unit.slice);
+        warp = piece.from, turn = 0, step = walk.first(warp);
+    }
+
+    /* To the next warp, or piece, that has a step. */
+    __device__ __forceinline__ void settle() {
+        while (is_there() && 2 * turn >= walk.own(warp)) {
+            turn = 0;
+            if (++warp == piece.to && ++index < share->pieces()) enter();
+        }
+    }
+
+    __device__ __forceinline__ void advance() {
+        ++turn, ++step;
+        settle();
+    }
+
+    __device__ __forceinline__ void advance(int steps) {
+        for (int i = 0; i < steps && is_there(); ++i) advance();
+    }
+
+    __device__ __forceinline__ int tokens() const { return min(TOKENS, work->padded() - unit.first_token); }
+};
+
+/* Row tiles of a matrix from a group's first on. */
+struct RowTiles {
+    const char* first;
+    int count;
+};
+
+/* Lane 16 h + i orders half h of row tile i. matrix(group): its first row tile, and how many there are from
+ * there on. What is not there is not copied, and nobody reads it. */
+template <class Matrix>
+__device__ __forceinline__ void copy_weights(const Ring& ring, int slot, const Along& at,
+                                             const Matrix& matrix) {
+    const int tile = lane_index() % 16, half = lane_index() / 16;
+    const RowTiles tiles = matrix(at.unit.group);
+    const int there = min(WEIGHT_TILES, tiles.count), chunk = at.walk.chunk(at.warp, at.turn, half);
+    const int halves = __shfl_sync(FULL_WARP, chunk, 16) < 0 ? 1 : 2;
+    if (lane_index() == 0)
+        mbarrier_arrive_expect(&ring.full[slot], there * halves * CHUNK_BYTES + at.tokens() * COLUMN_BYTES);
+    __syncwarp();
+    if (tile >= there || chunk < 0) return;
+    bulk_load(ring.stages + slot * STAGE + TOKEN_BYTES + tile * TILE_BYTES + half * CHUNK_BYTES,
+              tiles.first + tile * tile_bytes(at.work->cols) + (size_t)chunk * CHUNK_BYTES, CHUNK_BYTES,
+              &ring.full[slot]);
+}
+
+__device__ __forceinline__ void copy_tokens(const Ring& ring, int slot, const Along& at) {
+    if (lane_index() > 0) return;
+    const char* from =
+        (const char*)at.work->x + ((size_t)at.step * at.work->padded() + at.unit.first_token) * COLUMN_BYTES;
+    bulk_load(ring.stages + slot * STAGE, from, at.tokens() * COLUMN_BYTES, &ring.full[slot]);
+}
+
+/* By each of the COPIERS warps, which take the steps in turn. Weights are asked for before the kernel ahead
+ * has ended. */
+template <class Matrix>
+__device__ __forceinline__ void copy_all(const Work& work, const Share& share, const Ring& ring,
+                                         const Matrix& matrix) {
+    const int first = warp_index() - CONSUMERS / 32;
+    Along at(work, share);
+    at.advance(first);
+    for (int i = first; i < STAGES && at.is_there(); i += COPIERS, at.advance(COPIERS))
+        copy_weights(ring, i, at, matrix);
+    griddep_wait();
+    at = Along(work, share);
+    at.advance(first);
+    for (int i = first; at.is_there(); i += COPIERS, at.advance(COPIERS)) {
+        const int slot = i % STAGES;
+        if (i >= STAGES) {
+            mbarrier_wait(&ring.empty[slot], i / STAGES - 1 & 1);
+            copy_weights(ring, slot, at, matrix);
+        }
+        copy_tokens(ring, slot, at);
+    }
+    griddep_launch();
+}
+
+/* The stage that is read next. */
+struct Reading {
+    int slot = 0, parity = 0;
+
+    __device__ __forceinline__ int before() const { return (slot ? slot : STAGES) - 1; }
+    __device__ __forceinline__ void advance() {
+        if (++slot == STAGES) slot = 0, parity ^= 1;
+    }
+};
+
+/* A warp's chunks of the tree in acc, then upon sums. No product stands in a branch inside the loop over
+ * steps: ptxas would wait for each before the next. */
+__device__ __forceinline__ void add_warp(float (&sums)[SUMS], float (&acc)[SUMS], int own, const Ring& ring,
+                                         Reading& at) {
+    Half first, second;
+    auto begin = [&](bool has_before) {  // a step: its first half
+        const char* stage = ring.stages + at.slot * STAGE;
+        mbarrier_wait(&ring.full[at.slot], at.parity);
+        first.load(stage, 0);
+        first.multiply(acc, stage, 0);
+        halves_wait<1>();
+        if (has_before) give_back(ring, at.before());
+        return stage;
+    };
+#pragma unroll 1
+    for (int turn = 0; turn < own / 2; ++turn) {
+        const char* stage = begin(turn > 0);
+        second.load(stage, 1);
+        second.multiply(acc, stage, 1);
+        halves_wait<1>();
+        at.advance();
+    }
+    if (own % 2) begin(own > 1), at.advance();
+    halves_wait<0>();
+    if (own > 0) give_back(ring, at.before());
+#pragma unroll
+    for (int i = 0; i < SUMS; ++i) sums[i] += acc[i], acc[i] = 0.f;
+    halves_pin(acc);
+}
+
+/* The sums of this warp in the workspace, and its counter. */
+struct HandOver {
+    float4* sums;
+    u32* counter;
+
+    __device__ __forceinline__ HandOver(const Work& work, int block) {
+        const int at = block * (CONSUMERS / 32) + warp_index();
+        sums = (float4*)work.handed + (size_t)at * (SUMS / 4) * 32 + lane_index();
+        counter = work.counters + at;
+    }
+
+    __device__ __forceinline__ void give(const float (&v)[SUMS]) const {
+#pragma unroll
+        for (int i = 0; i < SUMS; i += 4)
+            __stcg(sums + i / 4 * 32, make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]));
+        __syncwarp();
+        if (lane_index() == 0) red_add_release(counter, 1);
+    }
+
+    __device__ __forceinline__ void take(float (&v)[SUMS]) const {
+        warp_wait_for(counter, 1);
+#pragma unroll
+        for (int i = 0; i < SUMS; i += 4) {
+            const float4 part = __ldcg(sums + i / 4 * 32);
+            v[i] = part.x, v[i + 1] = part.y, v[i + 2] = part.z, v[i + 3] = part.w;
+        }
+        __syncwarp();
+        if (lane_index() == 0) *counter = 0;  // nobody asks again in this launch
+    }
+};
+
+/* By the computing warpgroups. */
+template <class Sink>
+__device__ __forceinline__ void sum_all(const Work& work, const Share& share, const Ring& ring,
+                                        const Sink& sink) {
+    float acc[SUMS] = {};
+    Reading at;
+    griddep_wait();  // for what was handed over in the launch before, and for sinks
+    for (int i = 0; i < share.pieces(); ++i) {
+        const Piece piece = share.piece(i);
+        const Unit unit(work, piece.unit);
+        const Walk walk(work.cols, unit.slice);
+        float sums[SUMS] = {};
+        if (piece.from > 0) HandOver(work, blockIdx.x - 1).take(sums);
+#pragma unroll 1
+        for (int warp = piece.from; warp < piece.to; ++warp) add_warp(sums, acc, walk.own(warp), ring, at);
+        if (piece.to < TREE_WARPS)
+            HandOver(work, blockIdx.x).give(sums);
+        else
+            sink(unit, sums);
+    }
+}
+
+/* The whole of it. sink(unit, sums) gets a warp's 16 outputs x TOKENS tokens: sums[i] is token column_of(i),
+ * output row lane / 4, and 8 on where i % 4 > 1. */
+template <class Matrix, class Sink>
+__device__ __forceinline__ void wide(const Work& work, const Matrix& matrix, const Sink& sink) {
+    extern __shared__ __align__(1024) char dynamic[];  // RING bytes, then barriers
+    const Ring ring(dynamic, RING);
+    const Share share(work);
+    if (threadIdx.x == 0) ring.open();
+    __syncthreads();
+    if (warp_index() >= CONSUMERS / 32) {
+#ifdef WGMMA
+        if constexpr (TAKES_MORE) registers_give<LEFT>();
+#endif
+        copy_all(work, share, ring, matrix);
+    } else {
+#ifdef WGMMA
+        if constexpr (TAKES_MORE) registers_take<TAKEN>();
+#endif
+        sum_all(work, share, ring, sink);
+    }
+}
+
+/* A packed matrix by groups. */
+struct OneMatrix {
+    const u16* packed;
+    int outputs, cols;
+
+    __device__ __forceinline__ RowTiles operator()(int group) const {
+        return RowTiles{(const char*)packed + group * WEIGHT_TILES * tile_bytes(cols),
+                        (outputs + 15) / 16 - group * WEIGHT_TILES};
+    }
+};

@@ -1,0 +1,316 @@
+"""Rows of the table for many token rows at once with the skinny family's bits: passes of many sequences.
+
+A pass of the skinny family (fast.py) holds 8 to 32 token rows; more rows read the weights again. Here one
+pass of up to ROWS does: wide.cuh has the skinny family's tree of sums (tree.cuh), so that a row has the same
+bits in either. lay_wide lays tokens, the product leaves each slice's sums in the workspace, a kernel of its
+own ends the rows; where there is one slice, gate_up and head end in the product. A function declines, and
+fast.py's runs, where its own pass holds all rows, on FP8, and where K is no multiple of 8.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from . import COUNTERS, split
+from .packed import PAIRED, are_packed, has_room, head_size_define, rows_of, tiles_of
+from .prefill import frame_of
+
+ROWS = 512  # of one pass
+MOST_OUTPUTS = 8192  # of rows that are normed as wholes
+# (tokens, row tiles of weights, stages) of a block -> us of a step of 64 inputs and of a unit's end, on an
+# H200 (bench/results/wide-h200.json); the bits are the same in all, and in both frames of prefill.py.
+TILES = {
+    "wgmma": {
+        (64, 4, 12): (0.33, 3), (64, 8, 8): (0.42, 4), (64, 12, 6): (0.58, 4),
+        (128, 4, 8): (0.44, 4), (128, 8, 6): (0.54, 5),
+    },
+    "mma": {(64, 8, 8): (0.42, 4), (128, 4, 8): (0.44, 4)},
+}  # fmt: skip
+ONE_SLICE = (64, 12, 6)  # spills where there are more
+STAGE_K = 64  # inputs of a step
+MOST_WARPS = 16  # of a cut
+LAID_AT_ONCE = 4  # chunks of a thread of lay_wide.cu
+MOST_SUMS = 128 * 8 * split.TILE  # f32 that a block hands over
+
+
+def take(backend, row, args):
+    """True if a wide variant of `row` took the call."""
+    function = WIDE.get(row) if is_allowed(backend) else None
+    return function is not None and bool(function(backend, *args))
+
+
+def is_allowed(backend):
+    """Whether there are such kernels and nobody has switched them off."""
+    return backend.wide and backend.activations == "bf16"
+
+
+def is_wide(cut, rows, is_normed, *weights):
+    """Whether the skinny family would read these weights more than once, and this one can."""
+    cols = weights[0].cols
+    is_read = all(w.dtype == "bf16" for w in weights) and cols % 8 == 0
+    return is_read and rows > cut.most_rows(cols, is_normed)
+
+
+def passes(rows):
+    """(slice, count) of each pass."""
+    return [(slice(at, min(at + ROWS, rows)), min(ROWS, rows - at)) for at in range(0, rows, ROWS)]
+
+
+def choose(sms, rows, outputs, cut, cols, kind="wgmma"):
+    """The entry of a frame's TILES whose blocks end first."""
+
+    def cost(tile):
+        (tokens, tiles, _), (step, end) = tile, TILES[kind][tile]
+        units = -(-rows // tokens) * -(-outputs // (split.TILE * tiles)) * cut.slices
+        return max(1, units / sms) * (steps(cols, cut) / cut.slices * step + end)
+
+    return min((tile for tile in TILES[kind] if tile != ONE_SLICE or cut.slices == 1), key=cost)
+
+
+def _up(count):
+    """To whole 16 bytes of f32."""
+    return -(-count // 4) * 4
+
+
+def steps(cols, cut):
+    """Steps of two chunks of 32 inputs in which the tree's warps take theirs, as tree.cuh's Walk."""
+    chunks, found = -(-cols // split.CHUNK), 0
+    for slice_ in range(cut.slices):
+        count = chunks * (slice_ + 1) // cut.slices - chunks * slice_ // cut.slices
+        each, more = divmod(count, cut.warps)
+        found += more * ((each + 2) // 2) + (cut.warps - more) * ((each + 1) // 2)
+    return found
+
+
+def _sizes(rows, cut, sms, count):
+    """f32 of tokens as they are laid in so many steps, of squares, of scales and of what blocks hand over."""
+    laid = -(-rows // 8) * 8 * count * STAGE_K // 2
+    return laid, _up(cut.slices * rows), _up(rows), sms * MOST_SUMS
+
+
+def work_size(rows, cols, outputs, sms):
+    """f32 behind the counters: of a product, and of logits of all rows with a pass behind them."""
+    if not outputs:
+        return 0
+    cut, most = split.choose(outputs, cols, sms), min(rows, ROWS)
+    bound = (
+        -(-cols // (2 * split.CHUNK)) + cut.slices * MOST_WARPS // 2
+    )  # of any cut: half a step a warp more
+    return sum(_sizes(most, cut, sms, bound)) + max(
+        cut.slices * most * outputs, split.SQUARES + _up(rows * outputs)
+    )
+
+
+@dataclass(frozen=True)
+class Laid:
+    """Token rows of a pass as the frame reads them, in the workspace. squares: of each slice, and scale,
+    1 / rms, of rows that have a norm; handed: what blocks hand over; rest: what is free behind."""
+
+    cut: split.Split
+    rows: int
+    cols: int
+    counters: Any
+    tokens: Any
+    squares: Any
+    scale: Any
+    handed: Any
+    rest: Any
+
+
+def run(backend, cut, file, kernel, grid, block, args, defines=None, shared=0):
+    """A launch with the cut's tree."""
+    tree = {"TREE_SLICES": cut.slices, "TREE_WARPS": cut.warps}
+    backend.launch(
+        file, kernel, grid, block, shared, args, tree | (defines or {}), dependent=backend.dependent
+    )
+
+
+def lay(backend, x, pick, norm, eps, cut, work, at=COUNTERS):
+    """Laid rows of x, of x[pick] where there is a pick, times the norm's weights; in work from `at` on."""
+    rows, cols, places = len(x if pick is None else pick), x.shape[1], []
+    for size in _sizes(rows, cut, backend.sms, steps(cols, cut)):
+        places.append(work[at : at + size])
+        at += size
+    tokens, squares, scale, handed = places
+    # The squares of a row are one block's; a row that is only laid is several blocks'.
+    turns = -(-cols // (split.CHUNK * cut.slices * cut.warps))
+    parts = -(-turns // LAID_AT_ONCE) if norm is None else 1
+    args = [x, pick, norm, eps, tokens, squares, scale, rows, cols]
+    run(backend, cut, "lay_wide.cu", "lay_wide", (rows, parts), 128, args)
+    if norm is None:
+        squares = scale = None
+    return Laid(cut, rows, cols, work, tokens, squares, scale, handed, work[at:])
+
+
+def tile_of(backend, laid, outputs):
+    """The entry of TILES for so many outputs, of all matrices."""
+    return choose(backend.sms, laid.rows, outputs, laid.cut, laid.cols, frame_of(backend))
+
+
+def groups_of(tile, *outputs):
+    """Groups of output rows, of each matrix in turn."""
+    return sum(-(-count // (split.TILE * tile[1])) for count in outputs)
+
+
+def frame(backend, laid, file, kernel, args, outputs, defines=None):
+    """The frame of wide.cuh. outputs: of each matrix."""
+    tokens, tiles, stages = tile = tile_of(backend, laid, sum(outputs))
+    units = -(-laid.rows // tokens) * groups_of(tile, *outputs) * laid.cut.slices
+    shared = stages * (STAGE_K * 2 * (tokens + split.TILE * tiles) + 16)
+    names = dict(zip(("TOKENS", "WEIGHT_TILES", "STAGES"), tile, strict=True)) | (defines or {})
+    names |= {"WGMMA": 1} if frame_of(backend) == "wgmma" else {}
+    blocks = min(units, backend.sms)  # they wait for each other: the card holds one a multiprocessor
+    run(backend, laid.cut, file, kernel, blocks, 32 * tiles + 128, args, names, shared)
+
+
+def product(backend, laid, w, v=None, y=None, scale=None, outputs=None):
+    """Sums (slices, rows, outputs) in f32, behind the tokens or in y, of one matrix or two.
+
+    scale: of each row, or None. outputs: of w, where its tiles have more than its rows.
+    """
+    y, own = laid.rest if y is None else y, (outputs or w.rows, v.rows if v else 0)
+    args = [
+        w.data, v.data if v else None, laid.tokens, scale, y, laid.counters, laid.handed, laid.rows,
+        laid.cols, *own,
+    ]  # fmt: skip
+    frame(backend, laid, "wide_sums.cu", "wide_sums", args, own)
+    return y
+
+
+def end(backend, laid, kernel, args, outputs, defines=None):
+    """The end of rows by blocks of 1,024 outputs."""
+    run(backend, laid.cut, "wide_rows.cu", kernel, (-(-outputs // 1024), laid.rows), 256, args, defines)
+
+
+def end_whole(backend, laid, kernel, args):
+    """The end of rows that are normed as wholes, a block a row."""
+    run(backend, laid.cut, "wide_whole.cu", kernel, laid.rows, 256, args)
+
+
+def end_heads(backend, laid, kernel, heads, args, defines):
+    """The end of heads, a warp a head of a token."""
+    run(backend, laid.cut, "wide_heads.cu", kernel, -(-heads * laid.rows // 4), 128, args, defines)
+
+
+def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, v_norm, cos, sin, slot, pos, at,
+        cache_k, cache_v, work, q):  # fmt: skip
+    (rows, heads, size), (_, groups, cached, _) = q.shape, cache_k.shape
+    cut = split.choose(wq.rows + wkv.rows, wq.cols, backend.sms)
+    if not are_packed(wq, wkv) or not is_wide(cut, rows, norm is not None, wq, wkv):
+        return None
+    if not has_room(heads + 2 * groups, size):
+        return None
+    shares = {"SHARED_KV": 1} if wkv.rows == groups * size else {}
+    for here, count in passes(rows):
+        laid = lay(backend, x[here], None, norm, eps, cut, work)
+        y = product(backend, laid, wq, wkv)
+        args = [
+            y, laid.squares, q_bias, kv_bias, q_norm, k_norm, v_norm, cos, sin, slot[here], pos[here],
+            at[here], cache_k, cache_v, q[here], eps, count, wq.cols, heads, groups, size, cos.shape[1],
+            cached,
+        ]  # fmt: skip
+        end_heads(backend, laid, "end_qkv", heads + 2 * groups, args, shares | head_size_define(size))
+    return True
+
+
+def linear(backend, a, w, bias, work, y):
+    cut = split.choose(w.rows, w.cols, backend.sms)
+    if w.layout != "packed" or not is_wide(cut, len(a), False, w):
+        return None
+    for here, _ in passes(len(a)):
+        laid = lay(backend, a[here], None, None, 0.0, cut, work)
+        end(backend, laid, "end_linear", [product(backend, laid, w), bias, y[here], w.rows], w.rows)
+    return True
+
+
+def linear_add(backend, a, w, bias, norm, eps, scale, tap_row, tap_at, x, taps, work):
+    cut, is_normed = split.choose(w.rows, w.cols, backend.sms), norm is not None or scale is not None
+    if w.layout != "packed" or not is_wide(cut, len(a), False, w) or (is_normed and w.rows > MOST_OUTPUTS):
+        return None
+    columns, tap_row = (0, None) if taps is None else (taps.shape[1], tap_row)
+    for here, _ in passes(len(a)):
+        laid = lay(backend, a[here], None, None, 0.0, cut, work)
+        y, own = product(backend, laid, w), rows_of(tap_row, here)
+        if is_normed:
+            args = [y, bias, norm, eps, scale, own, x[here], taps, w.rows, tap_at, columns]
+            end_whole(backend, laid, "end_linear_add_normed", args)
+        else:
+            args = [y, bias, own, x[here], taps, w.rows, tap_at, columns]
+            end(backend, laid, "end_linear_add", args, w.rows)
+    return True
+
+
+def gate_up(backend, x, norm, eps, act, w, work, h):
+    cut, ffn = split.choose(w.rows, w.cols, backend.sms), h.shape[1]
+    if w.layout != PAIRED or not is_wide(cut, len(x), norm is not None, w):
+        return None
+    outputs = split.TILE * tiles_of(w.rows, True)
+    for here, count in passes(len(x)):
+        laid = lay(backend, x[here], None, norm, eps, cut, work)
+        if cut.slices == 1:
+            args = [w.data, laid.tokens, laid.scale, h[here], work, laid.handed, count, w.cols, ffn]
+            frame(backend, laid, "wide_gate_up.cu", "wide_gate_up", args, [outputs], {"ACT": act})
+        else:
+            y = product(backend, laid, w, outputs=outputs)
+            end(backend, laid, "end_gate_up", [y, laid.scale, h[here], ffn], ffn, {"ACT": act})
+    return True
+
+
+def head(backend, x, pick, norm, eps, w, limit, ids, margin, work):
+    cut = split.choose(w.rows, w.cols, backend.sms, whole=True)
+    if w.layout != "packed" or not is_wide(cut, len(pick), True, w):
+        return None
+    margins = {"WITH_MARGIN": int(margin is not None)}
+    for here, count in passes(len(pick)):
+        laid = lay(backend, x, pick[here], norm, eps, cut, work)
+        groups = groups_of(tile_of(backend, laid, w.rows), w.rows)
+        bests, seconds, sizes = laid.rest, laid.rest[2 * count * groups :], [count, w.cols, w.rows, limit]
+        args = [w.data, laid.tokens, laid.scale, bests, seconds, work, laid.handed, *sizes]
+        frame(backend, laid, "wide_head.cu", "wide_head", args, [w.rows], margins)
+        args = [bests, seconds, pick[here], ids, margin, count, groups]
+        run(backend, cut, "wide_head.cu", "head_ends", -(-count // 4), 128, args, margins)
+    return True
+
+
+def logits(backend, x, pick, norm, eps, w, work, out):
+    """out[i] = head of row i of x, of row pick[i] when given; out may lie in work. None: declined."""
+    cut = split.choose(w.rows, w.cols, backend.sms, whole=True)
+    if not is_allowed(backend) or not is_wide(cut, len(out), True, w):
+        return None
+    behind = COUNTERS + split.SQUARES + _up(out.size)
+    for here, _ in passes(len(out)):
+        rows = (x[here], None) if pick is None else (x, pick[here])
+        laid = lay(backend, *rows, norm, eps, cut, work, behind)
+        product(backend, laid, w, y=out[here], scale=laid.scale)
+    return True
+
+
+def fuse(backend, taps, w, norm, eps, work, f):
+    cut = split.choose(w.rows, w.cols, backend.sms)
+    if w.layout != "packed" or not is_wide(cut, len(taps), False, w) or w.rows > MOST_OUTPUTS:
+        return None
+    for here, _ in passes(len(taps)):
+        laid = lay(backend, taps[here], None, None, 0.0, cut, work)
+        args = [product(backend, laid, w), norm, eps, f[here], w.rows]
+        end_whole(backend, laid, "end_fuse", args)
+    return True
+
+
+def inject(backend, f, wkv, kv_bias, k_norm, eps, cos, sin, slot, pos, at, cache_k, cache_v, work):
+    layers, slots, groups, cached, size = cache_k.shape
+    cut = split.choose(wkv.rows, wkv.cols, backend.sms)
+    if wkv.layout != "packed" or not is_wide(cut, len(f), False, wkv):
+        return None
+    if not has_room(layers * 2 * groups, size):
+        return None
+    for here, count in passes(len(f)):
+        laid = lay(backend, f[here], None, None, 0.0, cut, work)
+        args = [
+            product(backend, laid, wkv), kv_bias, k_norm, cos, sin, slot[here], pos[here], at[here], cache_k,
+            cache_v, eps, count, wkv.cols, layers, slots, groups, size, cos.shape[1], cached,
+        ]  # fmt: skip
+        end_heads(backend, laid, "end_inject", layers * 2 * groups, args, head_size_define(size))
+    return True
+
+
+# row of the table -> function(backend, *args) -> True, or None to decline
+WIDE = {function.__name__: function for function in (qkv, linear, linear_add, gate_up, head, fuse, inject)}

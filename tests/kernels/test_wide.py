@@ -1,0 +1,182 @@
+"""Passes of many rows (kernels/gpu/wide.py): each row has the bits that the skinny family gives it, on data
+whose sums show the order in which they were taken."""
+
+import numpy as np
+import pytest
+from minidflash.kernels import compiler
+from minidflash.kernels.gpu import HAS_WGMMA, split, wide
+from minidflash.kernels.table import ROWS as TABLE_ROWS
+
+from tests.cases import Matrix, run, stored
+from tests.compare import assert_same_bits
+from tests.conftest import FULL, parameters
+from tests.disassembly import assert_instructions, cards, disassemble_all
+from tests.fast_rows import fast_run, on_gpu_backends, variant
+from tests.kernels import test_rows
+from tests.kernels.test_compile import needs_nvrtc
+from tests.kernels.test_fast_bits import cut  # noqa: F401 a fixture
+from tests.kernels.test_order_of_sums import cancelling
+
+# Slices that begin within 64 k, as many warps as chunks and more; no slices; a cluster.
+CUTS = [split.Split(3, 2, 2), split.Split(1, 1, 4), split.Split(2, 1, 8), split.Split(2, 1, 3, cluster=True)]
+FORMS = [*wide.WIDE, "head_logits", "sample", "qkv shared", "qkv bare", "gate_up bare", "gate_up gelu",
+         "linear_add normed", "head ranked"]  # fmt: skip
+COLS = 360  # 12 chunks, the last one of 8
+EMULATE = pytest.mark.parametrize("ops", parameters(["emulate"], ["bf16"]), indirect=True)
+
+
+def name_of(form):
+    return form.split()[0]
+
+
+def many(form, rng, count, cols=COLS):
+    """`count` of the rows of a cancelling case, the 64 over and over where there are more."""
+    case, sizes = cancelling(form, rng, cols)
+    rows = [i % 64 for i in range(count)]
+    part = test_rows.some_rows(name_of(form), case, rows)
+    where = np.arange(count, dtype=np.int32)
+    if "slot" in part and "cache_k" in part:  # a cell each
+        cells = rng.permutation(part["cache_k"].shape[-4] * part["cache_k"].shape[-2])[:count]
+        room = part["cache_k"].shape[-2]
+        part["slot"], part["pos"] = (cells // room).astype(np.int32), (cells % room).astype(np.int32)
+    if part.get("tap_row") is not None:
+        part["tap_row"], width = where, part["taps"].shape[1]
+        part["taps"] = np.zeros((count, width), part["taps"].dtype)
+    if "pick" in part:
+        part["pick"] = rng.permutation(count).astype(np.int32)
+    for what in ("ids", "margin"):
+        if part.get(what) is not None:
+            part[what] = np.zeros(count, part[what].dtype)
+    return part, sizes
+
+
+def agree(ops, form, rng, count, tile=None, monkeypatch=None, cols=COLS):
+    name, (case, sizes) = name_of(form), many(form, rng, count, cols)
+    want = fast_run(ops, name, case, **sizes)
+    if tile:
+        monkeypatch.setattr(wide, "choose", lambda *_: tile)
+    with variant(ops, name, "fast" if name in ("head_logits", "sample") else "wide", wide=True) as wide_ops:
+        calls = counted(ops.backend, monkeypatch) if monkeypatch else None
+        got = run(wide_ops, name, case, **sizes)
+    assert calls is None or "lay_wide" in calls
+    assert set(got) == set(want)
+    for what, value in want.items():
+        assert_same_bits(got[what], value, f"{form}: {what}, {count} rows, tile {tile}")
+
+
+def counted(backend, monkeypatch):
+    """Names of the kernels launched from here on."""
+    names, launch = set(), backend.launch
+
+    def noted(file, kernel, *args, **how):
+        names.add(kernel)
+        return launch(file, kernel, *args, **how)
+
+    monkeypatch.setattr(backend, "launch", noted)
+    return names
+
+
+@on_gpu_backends
+@pytest.mark.parametrize("cut", CUTS[:2], indirect=True, ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_have_the_bits_of_the_skinny_kernels(ops, rng, cut, form, monkeypatch):  # noqa: F811
+    agree(ops, form, rng, 41, monkeypatch=monkeypatch)
+
+
+@on_gpu_backends
+@pytest.mark.parametrize("cut", CUTS[2:], indirect=True, ids=str)
+@pytest.mark.parametrize("form", ["qkv", "fuse", "gate_up"])
+def test_of_every_cut(ops, rng, cut, form, monkeypatch):  # noqa: F811
+    agree(ops, form, rng, 34, monkeypatch=monkeypatch)
+
+
+@on_gpu_backends
+@pytest.mark.parametrize("cut", CUTS[1:2], indirect=True, ids=str)
+def test_long_rows_are_laid_by_several_blocks(ops, rng, cut, monkeypatch):  # noqa: F811
+    agree(ops, "linear_add", rng, 35, monkeypatch=monkeypatch, cols=1160)
+
+
+@on_gpu_backends
+@pytest.mark.parametrize("cut", CUTS[:1], indirect=True, ids=str)
+@pytest.mark.parametrize("kind, tile", [(kind, tile) for kind in wide.TILES for tile in wide.TILES[kind]])
+def test_frames_and_tiles_have_the_same_bits(ops, rng, cut, kind, tile, monkeypatch):  # noqa: F811
+    if kind == "wgmma" and ops.backend.device.arch not in HAS_WGMMA:
+        pytest.skip(f"needs wgmma, which sm_90a alone has: this is {ops.backend.device.arch}")
+    monkeypatch.setattr(ops.backend, "prefill_frame", kind)
+    agree(ops, "linear_add", rng, 73, tile, monkeypatch)
+
+
+def frames(arch):
+    """Macros of the frame that a card has: for each tile, and trees of one slice and of several."""
+    kind = "wgmma" if arch in HAS_WGMMA else "mma"
+    for tile in wide.TILES[kind]:
+        for slices in (1, 4) if tile != wide.ONE_SLICE else (1,):
+            names = dict(zip(("TOKENS", "WEIGHT_TILES", "STAGES"), tile, strict=True))
+            yield (
+                names | {"TREE_SLICES": slices, "TREE_WARPS": 12} | ({"WGMMA": 1} if kind == "wgmma" else {})
+            )
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", cards(0))
+@pytest.mark.parametrize("file", ["wide_sums", "wide_gate_up", "wide_head"])
+def test_compiles_without_spills(arch, file, tmp_path):
+    """Nor does ptxas wait for each product before the next, which it says in its log."""
+    wanted = ["HGMMA" if arch in HAS_WGMMA else "HMMA", "UBLKCP", "SYNCS", "LDS 128", "ACQBULK"]
+    of_one = [names for names in frames(arch) if file == "wide_sums" or names["TREE_SLICES"] == 1]
+    made = [compiler.compile_cubin(f"{file}.cu", arch, names) for names in (of_one if FULL else of_one[-2:])]
+    for kernels, (_, log) in zip(disassemble_all([cubin for cubin, _ in made], tmp_path), made, strict=True):
+        assert_instructions(kernels[file], wanted, ("LDL", "STL"))
+        assert "serialized" not in log
+
+
+@on_gpu_backends
+@pytest.mark.parametrize("cut", CUTS[:1], indirect=True, ids=str)
+@pytest.mark.parametrize("form", ["inject", "gate_up", "head"])
+def test_more_rows_are_more_passes(ops, rng, cut, form, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(wide, "ROWS", 40)
+    agree(ops, form, rng, 64, monkeypatch=monkeypatch)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ops", parameters(["cuda"], ["bf16"]), indirect=True)
+@pytest.mark.parametrize("cut", CUTS[:2], indirect=True, ids=str)
+@pytest.mark.parametrize("form", ["qkv", "linear_add", "gate_up", "head", "fuse", "inject"])
+def test_of_every_number_of_rows(ops, rng, cut, form):  # noqa: F811
+    """1 .. 300 in steps that meet every remainder of a tile, and beyond one pass."""
+    for count in (*range(33, 300 if form not in ("qkv", "inject") else 260, 7), 512, 513, 600):
+        if form in ("qkv", "inject") and count > 300:
+            continue  # cells of the case's caches
+        agree(ops, form, rng, count)
+
+
+@EMULATE
+@pytest.mark.parametrize("cut", CUTS[:1], indirect=True, ids=str)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_bits_do_not_depend_on_what_other_rows_hold(ops, rng, cut, form):  # noqa: F811
+    name, (case, sizes) = name_of(form), many(form, rng, 40)
+    whole = test_rows.seen(name, case, run_wide(ops, name, case, sizes), range(40))
+    first = next(spec.name for spec in TABLE_ROWS[name].args if spec.type == "A")
+    case[first] = case[first].copy()
+    case[first][3:9] = stored(np.nan, "bf16")
+    good = [*range(3), *range(9, 40)]
+    found = test_rows.seen(name, case, run_wide(ops, name, case, sizes), range(40))
+    after = {what: np.ascontiguousarray(value[good]) for what, value in found.items()}
+    test_rows.compare(name, whole, after, good, "NaN beside")
+
+
+def run_wide(ops, name, case, sizes):
+    with variant(ops, name, "fast" if name in ("head_logits", "sample") else "wide", wide=True) as wide_ops:
+        return run(wide_ops, name, case, **sizes)
+
+
+@EMULATE
+def test_few_rows_fp8_and_odd_inputs_stay_with_the_skinny_kernels(ops, rng):
+    for rows, cols, wanted in ((32, 64, "fast"), (33, 64, "wide"), (33, 68, "fast")):
+        case = {
+            "a": stored(rng.standard_normal((rows, cols)), "bf16"),
+            "w": Matrix(stored(rng.standard_normal((24, cols)), "bf16")), "bias": None,
+        }  # fmt: skip
+        with variant(ops, "linear", wanted, wide=True) as some:
+            run(some, "linear", case)
