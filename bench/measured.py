@@ -360,7 +360,7 @@ SAMPLED = "lossless-sampled", "lossless-sampled-golden-bf16", "lossless-sampled-
 def sections(results):
     """(heading, its sections) of every machine."""
     yield "CPU", [
-        cpu_speed(results), measured_peers.programs(results),
+        cpu_speed(results), *(measured_peers.programs(results, name) for name in results.names("peers-cpu*")),
         pair_speed(results, "cpu-high-tau", "Where drafts fit"),
         lossless(results, "CPU", ["lossless-cpu", *(f"{name}-cpu" for name in SAMPLED)]), block_rule(results),
         measured_load.curve(results, "curve-cpu"), soak(results),

@@ -3,16 +3,19 @@
 from quote import at, begin, of, of_card, picture, prose, table
 
 
-def programs(results):
+def programs(results, name):
     """The embedded pair in other programs on the CPU, the same prompts in one run (bench/peers/cpu.py)."""
-    found = results["peers-cpu"]
+    found = results[name]
     total = len(found["prompts"])
-    yield from begin("Other programs on this CPU, the same prompts", found)
+    yield from begin(f"Other programs on this CPU, the same {total} prompts", found)
     yield from prose(
         f"{found['threads']} threads, {found['tokens']} tokens each, {found['clock']} time; medians of "
         f"{found['repeat']} runs and half their range. A text differs where close logits fall otherwise."
     )
-    yield from picture("peers-cpu", "Bars of tokens a second of each program and way")
+    if name == "peers-cpu":
+        yield from picture(name, "Bars of tokens a second of each program and way")
+    else:
+        yield ""
 
     def row(one):
         return (

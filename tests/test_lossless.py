@@ -183,15 +183,15 @@ def test_the_embedded_pair(tmp_path):
     ways = [(16, 64, True), (16, "auto", True), (8, 3, True), (4, 64, False)]
     for i, text in enumerate(prompts):
         prompt = ids_of(engine, text)
-        known = md.generate(engine, prompt, max_tokens=96, drafter=None, ignore_eos=True).tokens
+        known = md.generate(engine, prompt, max_tokens=112, drafter=None, ignore_eos=True).tokens
         for block, verify, own in [(16, 64, False), *(ways if FULL else [ways[i], ways[-1 - i]])]:
             propose = engine.draft
             if not own:
                 propose = Replay(prompt + known, len(prompt), block, engine.target.config.vocab, i)
             with proposing(engine, propose):
                 options = {"block": block, "verify": verify, "ignore_eos": True}
-                rounds = list(md.stream(engine, prompt, max_tokens=80, **options))
-            assert [t for r in rounds for t in r.tokens] == known[:80], (text, block, verify)
+                rounds = list(md.stream(engine, prompt, max_tokens=96, **options))
+            assert [t for r in rounds for t in r.tokens] == known[:96], (text, block, verify)
             if not own:
                 check_plan(propose, len(prompt), rounds)
                 seen += histogram(rounds) if block == 16 else {}

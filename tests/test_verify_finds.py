@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from minidflash.kernels import source
+from minidflash.kernels import source, table
 from minidflash.kernels.gpu import EmulateBackend
 from minidflash.kernels.ops import Ops
 
@@ -38,8 +38,11 @@ def test_there_are_faults_in_enough_kernels():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_the_row_of_a_faulty_kernel_is_named(planted, capsys, fault):
+def test_the_row_of_a_faulty_kernel_is_named(planted, capsys, monkeypatch, fault):
+    """Of some rows: those that a fault does not touch are right."""
     planted(fault)
+    rows = {fault.breaks.split()[1], "linear", "accept", "embed"}
+    monkeypatch.setattr(table, "ROWS", {name: row for name, row in table.ROWS.items() if name in rows})
     ops = Ops(EmulateBackend("bf16"))  # one that has no kernel yet
     failed = check.tell(check.kernel_checks(ops, check.SIZES | {"J": 32}), is_quiet=True)
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]

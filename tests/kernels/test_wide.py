@@ -56,6 +56,8 @@ def agree(ops, form, rng, count, tile=None, monkeypatch=None, cols=COLS):
     want = fast_run(ops, name, case, **sizes)
     if tile:
         monkeypatch.setattr(wide, "choose", lambda *_: tile)
+    if monkeypatch:  # each kernel of the chain may start early, and must wait for what it reads
+        monkeypatch.setattr(ops.backend, "dependent", True)
     with variant(ops, name, "fast" if name in ("head_logits", "sample") else "wide", wide=True) as wide_ops:
         calls = counted(ops.backend, monkeypatch) if monkeypatch else None
         got = run(wide_ops, name, case, **sizes)
