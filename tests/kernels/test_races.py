@@ -34,9 +34,9 @@ CHECKED = {
     " or layers_end and True-True-264",
     "test_fast_experts": "every_cut and 37- and bf16-emulate-bf16",
     "test_fast_route": "route_matches and (20-300 or 5-7)",
-    "test_few_experts": "of_many and 2-4-3 or like_many and 10-40",
-    "test_sample": "f32 and matches_oracle and 17-40-77", "test_plain": "bits",
-    "test_head": "matches_oracle", "test_wide": "more_passes and head",
+    "test_few_experts": "of_many and 2-4-3 and (up-bf16 or down-mxfp4) or like_many and 10-40",
+    "test_sample": "f32 and matches_oracle and 17-40-77 and top_p", "test_plain": "bits",
+    "test_head": "matches_oracle", "test_wide": "more_passes and gate_up",
     "test_sinks": "joins_once and 2040 or later_row",
 }  # fmt: skip
 WHOLE = {"test_fast_gemm": "not 4096", "test_fast_bits": "every_cut", "test_fast_prefill": "not long"}
