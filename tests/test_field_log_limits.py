@@ -97,14 +97,14 @@ def test_f69_thousands_of_rounds(tmp_path, monkeypatch):
 
 
 def test_100_calls_take_no_memory(tmp_path):
-    engine = open_pair(build(tmp_path))
-    before = None
-    for i in range(100):
+    """A leak shows in every part of the calls; a worker that ran much before may jump once."""
+    engine, marks = open_pair(build(tmp_path)), []
+    for i in range(101):
         options = ({"verify": WHOLE}, {"drafter": None}, {"block": 4, "verify": 3}, {"verify": "auto"})[i % 4]
         assert md.generate(engine, P, max_tokens=17, **options).tokens == [20] * 17
-        if i == 20:
-            before = resident()
-    assert resident() - before < 2 << 20
+        if i in (20, 60, 100):
+            marks.append(resident())
+    assert min(marks[1] - marks[0], marks[2] - marks[1]) < 1 << 20
 
 
 def test_f70_the_end_of_the_context_is_said_at_the_call(tmp_path):
