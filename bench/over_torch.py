@@ -8,7 +8,13 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+from minidflash.kernels.gpu import packed
 from minidflash.kernels.launch import CudaDevice
+from minidflash.kernels.weight import Weight
+
+from minidflash.errors import UserError
+
+ROTATED = 200e6  # bytes of different weights between two uses of the same
 
 
 class Buffer:
@@ -45,6 +51,32 @@ class Backend:
         """A launch in torch's current stream."""
         self.device.use(self.device.driver.CUstream(torch.cuda.current_stream().cuda_stream))
         self.device.launch(function, *args, **how)
+
+
+def packed_weights(pool, outputs, cols, layout="packed"):
+    """Weights that rotate, of a pool of random bf16: random bits are as good packed as plain."""
+    size = packed.tiles_of(outputs) * -(-cols // 32) * 512
+    count = max(1, min(-(-int(ROTATED) // (2 * size)), len(pool) // size, 64))
+    return [Weight((outputs, cols), "bf16", layout, (Buffer(pool[i * size :][:size]),)) for i in range(count)]
+
+
+def rotated(weights):
+    """At least 8 of them, over and over."""
+    return weights * -(-8 // len(weights))
+
+
+def timed_over(backend, weights, call, replays):
+    """Microseconds of call(weight) over weights in turn; None where the kernel spills or does not fit."""
+    backend.spills = False
+    try:
+        call(weights[0])
+        torch.cuda.synchronize()
+    except (RuntimeError, UserError) as error:
+        print(f"  {str(error).splitlines()[0]}")
+        return None
+    if backend.spills:
+        return None
+    return timed([lambda w=w: call(w) for w in rotated(weights)], replays)
 
 
 def timed(calls, replays):

@@ -27,14 +27,11 @@ from minidflash.kernels.gpu import fast, prefill
 from minidflash.kernels.sizes import SIZES
 from minidflash.kernels.table import SILU
 from minidflash.kernels.weight import Weight
-from over_torch import Backend, Buffer, copy_gb_s, timed
-
-from minidflash.errors import UserError
+from over_torch import Backend, Buffer, copy_gb_s, packed_weights, rotated, timed, timed_over
 
 MODEL, SMALL = SIZES["qwen3-8b"], SIZES["smollm2-135m"].products
 QKV, _, GATE_UP, _ = LAYER = [MODEL.products[name] for name in ("qkv", "o", "gate_up", "down")]
 SHAPES = [*LAYER, MODEL.products["fuse"], SMALL["qkv"], SMALL["inject"]]
-ROTATED = 200e6
 MORE = {
     "mma": ((64, 8, 6), (128, 8, 4), (128, 16, 3), (256, 8, 3), (128, 4, 4)),
     "wgmma": ((64, 8, 6), (64, 8, 8), (128, 8, 4), (256, 8, 3)),
@@ -52,26 +49,10 @@ class Bench:
         self.work = torch.zeros(2048 * 24576 + 2**24, device="cuda")
 
     def weights(self, outputs, cols, layout="packed"):
-        """Weights that rotate: random bits are as good packed as plain."""
-        size = fast.tiles_of(outputs) * -(-cols // 32) * 512
-        count = max(1, min(-(-int(ROTATED) // (2 * size)), len(self.pool) // size, 64))
-        return [
-            Weight((outputs, cols), "bf16", layout, (Buffer(self.pool[i * size :][:size]),))
-            for i in range(count)
-        ]
+        return packed_weights(self.pool, outputs, cols, layout)
 
     def timed(self, weights, call, replays):
-        """Microseconds of call(weight); None where the kernel spills or does not fit."""
-        self.backend.spills = False
-        try:
-            call(weights[0])
-            torch.cuda.synchronize()
-        except (RuntimeError, UserError) as error:
-            print(f"  {str(error).splitlines()[0]}")
-            return None
-        if self.backend.spills:
-            return None
-        return timed([lambda w=w: call(w) for w in weights * -(-8 // len(weights))], replays)
+        return timed_over(self.backend, weights, call, replays)
 
     def laid(self, rows, cols):
         tokens = Buffer(self.tokens[: rows * cols].view(rows, cols))
@@ -83,7 +64,7 @@ class Bench:
         def call(w):
             args = [w.data, a, None, None, x, None, rows, outputs, cols, 0, 0]
             file = "linear_add_prefill"
-            prefill.launch(self.backend, f"{file}.cu", file, rows, outputs, args, tile=tile)
+            prefill.launch(self.backend, f"{file}.cu", file, rows, outputs, args, w, tile=tile)
 
         return self.timed(self.weights(outputs, cols), call, replays)
 
@@ -115,7 +96,7 @@ class Bench:
             self.x[: rows * outputs].view(rows, outputs),
         )
         weights = [w.data.tensor[: outputs * cols].view(outputs, cols).T for w in self.weights(outputs, cols)]
-        calls = [lambda w=w: torch.matmul(tokens, w, out=out) for w in weights * -(-8 // len(weights))]
+        calls = [lambda w=w: torch.matmul(tokens, w, out=out) for w in rotated(weights)]
         return timed(calls, replays)
 
     def error(self, rows, outputs, cols, tile):

@@ -182,9 +182,9 @@ def put_experts(ops, model, table, rng):
 
 
 def set_context(ops, s, context, fresh=0):
-    """Put a State to a context, with so many rows to inject, and wait."""
+    """Put every slot of a State to a context, with so many rows to inject, and wait."""
     for buffer, value in ((s.start, context), (s.fresh, fresh), (s.done, 0), (s.left, 10**6), (s.anchor, 5)):
-        ops.upload(buffer, np.array([value], np.int32))
+        ops.upload(buffer, np.full(buffer.shape, value, np.int32))
     ops.download(s.start)
 
 

@@ -17,7 +17,7 @@ import cupy
 import numpy as np
 import record
 from round import copy_bandwidth, device
-from shapes import SHAPES, pass_bytes, random_engine
+from shapes import SHAPES, pass_bytes, random_engine, set_context
 
 import minidflash as md
 from minidflash.costs import key_bytes
@@ -37,13 +37,6 @@ def fill(ops, s):
     cupy.cuda.runtime.deviceSynchronize()
 
 
-def place(ops, s, context, fresh):
-    """Every slot at a context, with so many features to inject."""
-    for buffer, value in ((s.start, context), (s.fresh, fresh), (s.done, 0), (s.left, 10**6), (s.anchor, 5)):
-        ops.upload(buffer, np.full(buffer.shape, value, np.int32))
-    ops.download(s.start)
-
-
 def step_ms(engine, s, width, context, repeat):
     """Median milliseconds of a step of all slots of `s`."""
     ops, times, drafts = engine.ops, [], width > 1
@@ -51,7 +44,7 @@ def step_ms(engine, s, width, context, repeat):
         lambda: one_round(engine, s, drafts, width, drafts), ops.bucket(context + 2 * s.block)
     )
     for i in range(repeat + 3):
-        place(ops, s, context, FRESH)
+        set_context(ops, s, context, FRESH)
         since = time.perf_counter()
         program.launch()
         ops.download(s.record)

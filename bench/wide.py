@@ -1,7 +1,7 @@
 """Products of 17 to 512 token rows on a GPU (kernels/gpu/wide.py): every tile side by side, the skinny
 family's passes and torch's matmul (cuBLAS) as peers, and whether a row has the skinny family's bits.
 
-    python bench/wide.py [--products qkv o ...] [--rows 32 64 128 256 512] [--tiles all] [--seconds 300]
+    python bench/wide.py [--products qkv o ...] [--rows 32 64 128 256 512] [--seconds 300]
         [--name wide-h200]
 
 A time is per launch: the median over replays of one graph of at least 8 launches, each on another of the
@@ -21,15 +21,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import record
 import torch
-from minidflash.kernels.gpu import fast, packed, split, wide
+from minidflash.kernels.gpu import fast, split, wide
 from minidflash.kernels.sizes import SIZES
 from minidflash.kernels.table import SILU
-from minidflash.kernels.weight import Weight
-from over_torch import Backend, Buffer, copy_gb_s, timed
+from over_torch import Backend, Buffer, copy_gb_s, packed_weights, rotated, timed, timed_over
 
 MODEL = SIZES["qwen3-8b"]
-ROTATED = 200e6
-TILES = [(64, 4, 12), (64, 8, 8), (64, 12, 6), (128, 4, 8), (128, 8, 6)]
 
 
 class Bench:
@@ -44,26 +41,10 @@ class Bench:
         self.work = torch.zeros(2**28, device="cuda")
 
     def weights(self, outputs, cols, layout="packed"):
-        """Weights that rotate: random bits are as good packed as plain."""
-        size = packed.tiles_of(outputs) * -(-cols // 32) * 512
-        count = max(1, min(-(-int(ROTATED) // (2 * size)), len(self.pool) // size, 64))
-        return [
-            Weight((outputs, cols), "bf16", layout, (Buffer(self.pool[i * size :][:size]),))
-            for i in range(count)
-        ]
+        return packed_weights(self.pool, outputs, cols, layout)
 
     def timed(self, weights, call, replays):
-        """Microseconds of call(weight); None where the kernel spills or does not fit."""
-        self.backend.spills = False
-        try:
-            call(weights[0])
-            torch.cuda.synchronize()
-        except RuntimeError as error:
-            print(f"  {str(error).splitlines()[0]}")
-            return None
-        if self.backend.spills:
-            print("  spills")
-        return timed([lambda w=w: call(w) for w in weights * -(-8 // len(weights))], replays)
+        return timed_over(self.backend, weights, call, replays)
 
     def buffers(self, name, rows):
         outputs, cols = MODEL.products[name]
@@ -143,21 +124,14 @@ class Bench:
         outputs, cols = MODEL.products[name]
         tokens, out, _ = self.buffers(name, rows)
         weights = [w.data.tensor[: outputs * cols].view(outputs, cols).T for w in self.weights(outputs, cols)]
-        calls = [
-            lambda w=w: torch.matmul(tokens.tensor, w, out=out.tensor)
-            for w in weights * -(-8 // len(weights))
-        ]
+        calls = [lambda w=w: torch.matmul(tokens.tensor, w, out=out.tensor) for w in rotated(weights)]
         return timed(calls, replays)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    products = [
-        name for name in MODEL.products if name in ("qkv", "o", "gate_up", "down", "head", "fuse", "inject")
-    ]
-    parser.add_argument("--products", nargs="+", default=products)
+    parser.add_argument("--products", nargs="+", default=list(MODEL.products))
     parser.add_argument("--rows", nargs="+", type=int, default=[32, 64, 128, 256, 512])
-    parser.add_argument("--tiles", choices=("all", "own"), default="all", help="own: those of wide.py")
     parser.add_argument("--replays", type=int, default=12)
     parser.add_argument(
         "--seconds", type=float, default=300, help="only the tile of the rule, after this long"
@@ -172,7 +146,7 @@ def main():
         for rows in args.rows:
             own = wide.choose(bench.backend.sms, rows, outputs, cut, cols)
             tried, sums = {}, None
-            for tile in dict.fromkeys([own, *(TILES if args.tiles == "all" else wide.TILES["wgmma"])]):
+            for tile in dict.fromkeys([own, *wide.TILES["wgmma"]]):
                 if own in tried and time.perf_counter() - begun > args.seconds:
                     break
                 with patch.object(wide, "choose", lambda *_, tile=tile: tile):

@@ -15,12 +15,12 @@
  */
 struct Walk {
     int begin, each, more;        // its first chunk; chunks of a warp; warps that have one more
-    int base, end;                // its steps: base .. end - 1
+    int base;                     // its first step
     int long_steps, short_steps;  // of a warp that has one more, of the others
 
     __device__ __forceinline__ Walk(int cols, int slice) {
         const int chunks = (cols + 31) / 32;
-        end = 0;
+        int end = 0;
         for (int s = 0; s <= slice; ++s) {
             begin = chunks * s / TREE_SLICES;
             const int count = chunks * (s + 1) / TREE_SLICES - begin;

@@ -21,8 +21,8 @@
 #include "tree.cuh"
 #include "wgmma_stage.cuh"
 
-constexpr int COPIERS =
-    4;  // warps, in turn: to order a stage's 17 copies takes one longer than to multiply it
+// Warps, in turn: to order a stage's 17 copies takes one longer than to multiply it.
+constexpr int COPIERS = 4;
 constexpr int THREADS = CONSUMERS + 32 * COPIERS;
 #ifdef WGMMA  // where two warpgroups compute 128 tokens, or three 64, they take what the copying one leaves
 constexpr bool TAKES_MORE = WEIGHT_TILES == 12 || (TOKENS == 128 && WEIGHT_TILES == 8);
@@ -30,9 +30,6 @@ constexpr int TAKEN = WEIGHT_TILES == 12 ? 144 : 224, LEFT = WEIGHT_TILES == 12 
 #endif
 constexpr int RING = STAGES * STAGE;
 constexpr int SUMS = TOKENS / 2;  // of a lane
-
-/* Where token column i of a lane's sums is among TOKENS, and which of its rows g, g + 8 it is of. */
-__device__ __forceinline__ int column_of(int i) { return i / 4 * 8 + 2 * (lane_index() % 4) + i % 2; }
 
 /* The work of a launch. */
 struct Work {
@@ -278,8 +275,29 @@ __device__ __forceinline__ void sum_all(const Work& work, const Share& share, co
     }
 }
 
-/* The whole of it. sink(unit, sums) gets a warp's 16 outputs x TOKENS tokens: sums[i] is token column_of(i),
- * output row lane / 4, and 8 on where i % 4 > 1. */
+/* For sinks: f(column, low, high) for each token column of a lane's sums, of output rows lane / 4 and 8 on.
+ */
+template <class F>
+__device__ __forceinline__ void each_column(const float (&sums)[SUMS], const F& f) {
+#pragma unroll
+    for (int i = 0; i < SUMS; i += 4)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) f(2 * i + 2 * (lane_index() % 4) + e, sums[i + e], sums[i + e + 2]);
+}
+
+/* f(token, low, high) for each that there is, times its scale, where there are scales. */
+template <class F>
+__device__ __forceinline__ void each_token(const Unit& unit, int rows, const float* scale,
+                                           const float (&sums)[SUMS], const F& f) {
+    each_column(sums, [&](int column, float low, float high) {
+        const int token = unit.first_token + column;
+        if (token >= rows) return;
+        const float r = scale ? scale[token] : 1.f;
+        f(token, low * r, high * r);
+    });
+}
+
+/* The whole of it. sink(unit, sums) gets a warp's 16 outputs x TOKENS tokens: each_column. */
 template <class Matrix, class Sink>
 __device__ __forceinline__ void wide(const Work& work, const Matrix& matrix, const Sink& sink) {
     extern __shared__ __align__(1024) char dynamic[];  // RING bytes, then barriers

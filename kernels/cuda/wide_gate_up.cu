@@ -19,17 +19,9 @@ struct Gated {
     __device__ __forceinline__ void operator()(const Unit& unit, const float (&sums)[SUMS]) const {
         const int f = unit.group * OUTPUTS / 2 + 8 * warp_index() + lane_index() / 4;
         if (f >= ffn) return;
-#pragma unroll
-        for (int i = 0; i < SUMS; i += 4) {
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const int token = unit.first_token + column_of(i + e);
-                if (token >= rows) continue;
-                const float r = scale ? scale[token] : 1.f;
-                const float gate = sums[i + e] * r, up = sums[i + e + 2] * r;
-                h[(size_t)token * ffn + f] = to_bf16(activate(ACT, gate, up, 0.f, 0.f));
-            }
-        }
+        each_token(unit, rows, scale, sums, [&](int token, float gate, float up) {
+            h[(size_t)token * ffn + f] = to_bf16(activate(ACT, gate, up, 0.f, 0.f));
+        });
     }
 };
 

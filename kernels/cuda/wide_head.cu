@@ -27,23 +27,19 @@ struct KeepTop {
     __device__ __forceinline__ void operator()(const Unit& unit, const float (&sums)[SUMS]) const {
         const int n = unit.group * OUTPUTS + 16 * warp_index() + lane_index() / 4;
         named_barrier_sync(1, CONSUMERS);  // the unit before has been read
+        each_column(sums, [&](int column, float low, float high) {
+            const int token = unit.first_token + column;
+            const float r = token < rows ? scale[token] : 0.f;
+            Top<WITH_MARGIN> top;
+            if (n < limit) top.look_at(low * r, n);
+            if (n + 8 < limit) top.look_at(high * r, n + 8);
+            top.close();
 #pragma unroll
-        for (int i = 0; i < SUMS; i += 4) {
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const int column = column_of(i + e), token = unit.first_token + column;
-                const float r = token < rows ? scale[token] : 0.f;
-                Top<WITH_MARGIN> top;
-                if (n < limit) top.look_at(sums[i + e] * r, n);
-                if (n + 8 < limit) top.look_at(sums[i + e + 2] * r, n + 8);
-                top.close();
-#pragma unroll
-                for (int step = 4; step < 32; step *= 2) top.take_lane(step);  // the 8 lanes of this token
-                if (lane_index() >= 4) continue;
-                shared.best[column][warp_index()] = top.best;
-                if (WITH_MARGIN) shared.second[column][warp_index()] = top.second;
-            }
-        }
+            for (int step = 4; step < 32; step *= 2) top.take_lane(step);  // the 8 lanes of this token
+            if (lane_index() >= 4) return;
+            shared.best[column][warp_index()] = top.best;
+            if (WITH_MARGIN) shared.second[column][warp_index()] = top.second;
+        });
         named_barrier_sync(1, CONSUMERS);
         for (int column = threadIdx.x; column < min(TOKENS, rows - unit.first_token); column += CONSUMERS) {
             Top<WITH_MARGIN> top;

@@ -28,17 +28,10 @@ struct KeepSums {
         const int outputs = matrices.first.outputs + matrices.second.outputs;
         const int n = group * OUTPUTS + 16 * warp_index() + lane_index() / 4;
         float* to = y + (size_t)unit.slice * rows * outputs + (is_first ? 0 : matrices.first.outputs) + n;
-#pragma unroll
-        for (int i = 0; i < SUMS; i += 4) {
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const int token = unit.first_token + column_of(i + e);
-                if (token >= rows) continue;
-                const float r = scale ? scale[token] : 1.f;
-                if (n < own) to[(size_t)token * outputs] = sums[i + e] * r;
-                if (n + 8 < own) to[(size_t)token * outputs + 8] = sums[i + e + 2] * r;
-            }
-        }
+        each_token(unit, rows, scale, sums, [&](int token, float low, float high) {
+            if (n < own) to[(size_t)token * outputs] = low;
+            if (n + 8 < own) to[(size_t)token * outputs + 8] = high;
+        });
     }
 };
 

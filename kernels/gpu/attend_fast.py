@@ -74,7 +74,7 @@ class Shape:
         """Rows of one launch: what a workspace of so many f32 holds, and counters, where units of a row are
         several blocks'. 0: none."""
         pieces = (work - COUNTERS) // (self.groups * self.units * piece_size(self.size))
-        return min(pieces, self.counted) * self.group if not held else pieces * self.group
+        return (pieces if held else min(pieces, self.counted)) * self.group
 
     @property
     def counted(self):

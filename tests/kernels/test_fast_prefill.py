@@ -25,12 +25,17 @@ from tests.kernels import (
 from tests.kernels.test_compile import needs_nvrtc
 
 
+def use_frame(ops, monkeypatch, kind):
+    """One of the frames of kernels for many rows, or a skip where the card has not got it."""
+    if kind == "wgmma" and ops.backend.device.arch not in HAS_WGMMA:
+        pytest.skip(f"needs wgmma, which sm_90a alone has: this is {ops.backend.device.arch}")
+    monkeypatch.setattr(ops.backend, "prefill_frame", kind)
+
+
 @pytest.fixture(params=prefill.TILES)
 def frame(request, ops, monkeypatch):
     """Each frame of prefill.cuh that the card has."""
-    monkeypatch.setattr(ops.backend, "prefill_frame", request.param)
-    if request.param == "wgmma" and ops.backend.device.arch not in prefill.HAS_WGMMA:
-        pytest.skip(f"needs wgmma, which sm_90a alone has: this is {ops.backend.device.arch}")
+    use_frame(ops, monkeypatch, request.param)
     return request.param
 
 

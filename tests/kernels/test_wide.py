@@ -15,6 +15,7 @@ from tests.fast_rows import fast_run, on_gpu_backends, variant
 from tests.kernels import test_rows
 from tests.kernels.test_compile import needs_nvrtc
 from tests.kernels.test_fast_bits import cut  # noqa: F401 a fixture
+from tests.kernels.test_fast_prefill import use_frame
 from tests.kernels.test_order_of_sums import cancelling
 
 # Slices that begin within 64 k, as many warps as chunks and more; no slices; a cluster.
@@ -58,9 +59,8 @@ def agree(ops, form, rng, count, tile=None, monkeypatch=None, cols=COLS):
         monkeypatch.setattr(wide, "choose", lambda *_: tile)
     if monkeypatch:  # each kernel of the chain may start early, and must wait for what it reads
         monkeypatch.setattr(ops.backend, "dependent", True)
-    with variant(ops, name, "fast" if name in ("head_logits", "sample") else "wide", wide=True) as wide_ops:
-        calls = counted(ops.backend, monkeypatch) if monkeypatch else None
-        got = run(wide_ops, name, case, **sizes)
+    calls = counted(ops.backend, monkeypatch) if monkeypatch else None
+    got = run_wide(ops, name, case, sizes)
     assert calls is None or "lay_wide" in calls
     assert set(got) == set(want)
     for what, value in want.items():
@@ -101,9 +101,7 @@ def test_long_rows_are_laid_by_several_blocks(ops, rng, cut, monkeypatch):  # no
 @pytest.mark.parametrize("kind, tile", [(kind, tile) for kind in wide.TILES for tile in wide.TILES[kind]
                                         if FULL or tile != (64, 8, 8)])  # fmt: skip  # other tests' tile
 def test_frames_and_tiles_have_the_same_bits(ops, rng, cut, kind, tile, monkeypatch):  # noqa: F811
-    if kind == "wgmma" and ops.backend.device.arch not in HAS_WGMMA:
-        pytest.skip(f"needs wgmma, which sm_90a alone has: this is {ops.backend.device.arch}")
-    monkeypatch.setattr(ops.backend, "prefill_frame", kind)
+    use_frame(ops, monkeypatch, kind)
     agree(ops, "linear_add", rng, 73, tile, monkeypatch)
 
 
