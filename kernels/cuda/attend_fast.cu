@@ -45,13 +45,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             if (early) set.find_old(all, own_slot, own_pos);
         }
     } else if (warp >= WARPS - 2) {
-        const int tile_row = threadIdx.x - 32 * (WARPS - 2), at = tile_row / ratio;
-        const TileRow of{(short)at, (short)(tile_row - at * ratio)};
-        ((TileRow*)(shared + TILE_ROWS_AT))[tile_row] = of;
-        if constexpr (SINKS) *sink_at(tile_row) = __fmul_rn(sinks[place.g * ratio + of.head], LOG2_E);
+        make_tile_row(threadIdx.x - 32 * (WARPS - 2), place, sinks);
     }
     __syncthreads();
-    constexpr int ALL = 0x7fffffff;
     auto load = [&](const bf16* cache, int to, int leaf, int first, int last) {  // addresses are made here
         const int low = set.only < 0 ? set.low : rows[set.only].first,
                   high = set.only < 0 ? set.high : rows[set.only].last;
@@ -73,9 +69,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         // kept.
         while (set.leaf_first < set.leaf_end) {
             const bool is_there = old_end >= (set.leaf_first + 1) * LEAF;
-            if (!is_there) load(cache_k, K_AT, set.leaf_first, old_end, ALL);
+            if (!is_there) load(cache_k, K_AT, set.leaf_first, old_end, ALL_KEYS);
             cp_async_commit();
-            if (!is_there) load(cache_v, V_AT, set.leaf_first, old_end, ALL);
+            if (!is_there) load(cache_v, V_AT, set.leaf_first, old_end, ALL_KEYS);
             cp_async_commit();
             old_end = 0;
             griddep_launch();
@@ -102,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                 scores(s);
                 if (!is_last) {
                     __syncthreads();  // K has been read
-                    load(cache_k, K_AT, leaf + 1, 0, ALL);
+                    load(cache_k, K_AT, leaf + 1, 0, ALL_KEYS);
                 }
                 cp_async_commit();
                 if (masks) mask(s, set, rows, key0);
@@ -151,33 +147,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                 }
                 if (!is_last) {
                     __syncthreads();  // V has been read
-                    load(cache_v, V_AT, leaf + 1, 0, ALL);
+                    load(cache_v, V_AT, leaf + 1, 0, ALL_KEYS);
                 }
                 cp_async_commit();
             }
 
-            bool is_suspect = false;
-            if (set.only < 0 &&
-                (set.leaf_first * LEAF < set.shared_low || set.leaf_end * LEAF > set.shared_high)) {
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    float zero = 0.f;
-#pragma unroll
-                    for (int n = 0; n < 8 * HALVES; ++n)
-                        zero = __fmaf_rn(out[n / 8][n % 8][2 * e], 0.f,
-                                         __fmaf_rn(out[n / 8][n % 8][2 * e + 1], 0.f, zero));
-                    is_suspect |= zero != 0.f && set.row_of(rows, first_row + 8 * e);
-                }
-                is_suspect = __syncthreads_or(is_suspect);
-            }
+            const bool is_suspect = set.may_spoil() && are_spoilt(out, set, rows, first_row);
             if (!is_suspect && set.only < 0) break;
-            __syncthreads();  // all know whose pass this was
-            if (thread_again() == 0) {
-                u32 later = set.members >> (set.only + 1);
-                set.only = later ? set.only + __ffs(later) : 32;
-            }
-            __syncthreads();
-            if (set.only == 32) break;
+            if (set.was_last()) break;
         }
         if (!set.left) {
             if (place.own + (int)gridDim.z >= units) break;
@@ -190,14 +167,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         }
         __syncthreads();
     }
-    auto clear = [&](int first, int step) {  // rows that see nothing
-        for (int i = first; i < ROWS * UNITS && blockIdx.z == 0; i += step) {
-            const int tile_row = i / UNITS, at = tile_row_of(tile_row).at;
-            if (at < group && place.from + at < T && !rows[at].pieces)
-                *(uint4*)(o + head_at(H, place, tile_row) + i % UNITS * 8) = uint4{0, 0, 0, 0};
-        }
+    auto clear_some = [&](int first, int step) {
+        if (blockIdx.z == 0) clear(rows, place, group, T, H, o, first, step);
     };
-    if (!waits || set.most < 2) clear(thread_again(), THREADS);
+    if (!waits || set.most < 2) clear_some(thread_again(), THREADS);
     if (set.most < 2) return;
 
     u32* const counter = (u32*)work + 32 * place.index;  // a line of its own: all blocks ask for it
@@ -210,7 +183,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             if (lane == 0) red_add_release(counter, 1);
             warp_wait_for(counter, gridDim.z);
         } else {
-            clear(thread_again() - 32, THREADS - 32);
+            clear_some(thread_again() - 32, THREADS - 32);
         }
         __syncthreads();
         if (threadIdx.x == 0) waited = atomicAdd(counter + 1, 1u);  // under way while rows are merged

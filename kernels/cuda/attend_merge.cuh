@@ -27,9 +27,31 @@ __device__ __forceinline__ float2* stats_at(float* piece, int tile_row) {
     return (float2*)(piece + ROWS * HEAD) + tile_row;
 }
 
+/* How a piece joins those before it: the largest score of all, and what their sums and its own are times. */
+struct Weights {
+    float top, before, own;
+};
+
+__device__ __forceinline__ Weights weights_of(float before, float own) {
+    const float top = fmaxf(before, own);
+    return {top, exp2_fast(__fsub_rn(before, top)), exp2_fast(__fsub_rn(own, top))};
+}
+
+/* Half e of `out`, of one unit, joins `all`, those before: what merge() does, in registers. */
+__device__ __forceinline__ void join(Sums& all, float& all_m, float& all_l, const Sums& out, float m, float l,
+                                     int e) {
+    const Weights w = weights_of(all_m, m);
+    all_m = w.top, all_l = __fmaf_rn(all_l, w.before, __fmul_rn(l, w.own));
+#pragma unroll
+    for (int n = 0; n < 8 * HALVES; ++n)
+#pragma unroll
+        for (int i = 2 * e; i < 2 * e + 2; ++i)
+            all[n / 8][n % 8][i] =
+                __fmaf_rn(out[n / 8][n % 8][i], w.own, __fmul_rn(all[n / 8][n % 8][i], w.before));
+}
+
 /* A tile row of `count` pieces, the first at `pieces`, by a warp: a lane has HEAD / 32 components of all
- * pieces, and a piece's m and l. Weights are relative to the largest score so far, the sums run over the
- * pieces in order. */
+ * pieces, and a piece's m and l. They join one after the other, in order. */
 __device__ __forceinline__ void merge(float* pieces, int count, int tile_row, bf16* o) {
     constexpr int OWN = HEAD / 32,
                   BATCH = OWN > 4 ? 80 / OWN : 20;  // pieces whose loads are under way together
@@ -44,17 +66,25 @@ __device__ __forceinline__ void merge(float* pieces, int count, int tile_row, bf
         for (int j = 0; j < BATCH; ++j)
             if (j < here) part[j].load_l2(at + j * PIECE);
         if (lane >= here) stat = make_float2(NO_KEY, 0.f);
-        const float top = fmaxf(m, warp_max(stat.x)), shrink = exp2_fast(__fsub_rn(m, top));
-        const float weight = exp2_fast(__fsub_rn(stat.x, top));
-        m = top, l = __fmaf_rn(l, shrink, warp_sum(__fmul_rn(stat.y, weight)));
+        float top = fmaxf(m, stat.x);  // of the pieces up to the lane's
 #pragma unroll
-        for (int i = 0; i < OWN; ++i) sum[i] = __fmul_rn(sum[i], shrink);
+        for (int step = 1; step < 32; step *= 2) {
+            const float other = __shfl_up_sync(FULL_WARP, top, step);
+            if (lane >= step) top = fmaxf(top, other);
+        }
+        float before = __shfl_up_sync(FULL_WARP, top, 1);
+        if (lane == 0) before = m;
+        const Weights w = weights_of(before, stat.x);
+        const float share = __fmul_rn(stat.y, w.own);
+        m = __shfl_sync(FULL_WARP, top, 31);
 #pragma unroll
         for (int j = 0; j < BATCH; ++j) {
-            const float w = __shfl_sync(FULL_WARP, weight, j);
+            const float keep = __shfl_sync(FULL_WARP, w.before, j), own = __shfl_sync(FULL_WARP, w.own, j);
+            const float more = __shfl_sync(FULL_WARP, share, j);
             if (j >= here) continue;
+            l = __fmaf_rn(l, keep, more);
 #pragma unroll
-            for (int i = 0; i < OWN; ++i) sum[i] = __fmaf_rn(part[j].v[i], w, sum[i]);
+            for (int i = 0; i < OWN; ++i) sum[i] = __fmaf_rn(part[j].v[i], own, __fmul_rn(sum[i], keep));
         }
     }
     const float r = one_over(l, m, tile_row);

@@ -1,4 +1,5 @@
-"""attend on tensor cores (kernels/cuda/attend_fast.cu): bf16, heads of SIZES; other shapes stay plain.
+"""attend on tensor cores (kernels/cuda/attend_fast.cu, attend_whole.cu): bf16, heads of SIZES; other shapes
+stay plain.
 
 How rows are grouped and how many share a launch change no bit of any row. What does: the units that a row's
 keys are cut into at most (a matter of the card and of G alone), and whether wgmma makes the products (of the
@@ -81,6 +82,10 @@ class Shape:
         """Groups of rows that there are counters for."""
         return COUNTERS // (32 * self.groups)
 
+    def is_whole(self, rows, held):
+        """Whether a block takes all units of a group and kv head, and keeps their sums in registers."""
+        return self.size <= 128 and (not self.splits or bool(held) and self.blocks(rows, held) == 1)
+
     def blocks(self, rows, held):
         """Blocks that share the units of a group and kv head. held: blocks that the card holds, 0: nobody may
         wait. One that has them all need not wait for others, nor count."""
@@ -94,9 +99,10 @@ class Shape:
 
 
 def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, sinks, work, o,
-           waits=True, early=True, **tuning):  # fmt: skip
+           waits=True, early=True, whole=None, **tuning):  # fmt: skip
     """Row `attend` of the table; None declines. waits: blocks may wait for each other. early: old keys may be
-    asked for before the kernel ahead has ended. tuning: of `Shape`.
+    asked for before the kernel ahead has ended. whole: a block takes all units of its rows or not, None:
+    whichever is faster; the bits are the same. tuning: of `Shape`.
     """
     rows, heads, size = q.shape
     slots, groups, cached, _ = cache_k.shape
@@ -109,25 +115,27 @@ def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, 
     if waits and shape.splits:
         function = backend.device.function("attend_fast.cu", "attend_fast", shape.defines)
         held = backend.device.holds(function, threads_of(size), shape.shared)
-    count = shape.rows_a_pass(work.size, held) if shape.splits else rows  # uncut needs no workspace
+    whole = shape.is_whole(rows, held) if whole is None else whole
+    # A block that cuts nothing needs no workspace.
+    count = rows if whole or not shape.splits else shape.rows_a_pass(work.size, held)
     if not count:
         return None
     # qkv, which writes the newest keys, lets its successor start late (fast.py):
     # what came before it is there.
-    early = (cache_k, cache_v) if early and shape.splits and count >= rows else ()
+    early = (cache_k, cache_v) if early and shape.splits and count >= rows and not whole else ()
     for first in range(0, rows, count):
         here = slice(first, min(first + count, rows))
         part = [a[here] for a in (q, slot, pos, begin, end)]
         total = len(part[0])
-        grid = groups, -(-total // shape.group), shape.blocks(total, held)
-        args = [
-            part[0], cache_k, cache_v, *part[1:], window, causal, scale, sinks, work, o[here], total, heads,
-            groups, cached, shape.ratio, shape.group, shape.splits, shape.units,
-            grid[2] > 1 and math.prod(grid) <= held,
-            bool(early),
-        ]  # fmt: skip
+        grid = groups, -(-total // shape.group), 1 if whole else shape.blocks(total, held)
+        args = [part[0], cache_k, cache_v, *part[1:], window, causal, scale, sinks]
+        sizes = [o[here], total, heads, groups, cached, shape.ratio, shape.group, shape.splits]
+        if not whole:
+            args.append(work)
+            sizes += [shape.units, grid[2] > 1 and math.prod(grid) <= held, bool(early)]
+        name = "attend_whole" if whole else "attend_fast"
         backend.launch(
-            "attend_fast.cu", "attend_fast", grid, threads_of(size), shape.shared, args, shape.defines,
+            f"{name}.cu", name, grid, threads_of(size), shape.shared, args + sizes, shape.defines,
             dependent=backend.dependent, early=early,
         )  # fmt: skip
     return True

@@ -120,7 +120,7 @@ def test_the_table_row_runs_fast(ops, rng):
 
 VARIANTS = {
     "the default": {}, "uncut": {"splits": 0}, "units of several leaves": {"splits": 2},
-    "no wgmma": {"wgmma": False},
+    "no wgmma": {"wgmma": False}, "a block has all units": {"whole": True, "splits": 5},
 }  # fmt: skip
 
 
@@ -145,6 +145,44 @@ def test_a_grid_for_few_keys_has_the_same_bits(ops, rng):
         whole = call(ops, case, splits=24)
         for keys in (context + 16, context + 300, 9999):
             assert_same_bits(call(ops, case, splits=24, keys=keys), whole, f"{keys} keys at {context}")
+
+
+@pytest.mark.parametrize("wgmma", [True, False])
+@pytest.mark.parametrize("heads, context, rows, splits, how", [
+    ((4, 1, 64), 1400, 16, 6, {}), ((2, 1, 128), 1000, 16, 24, {}), ((4, 1, 64), 860, 5, 3, {"window": 700}),
+    ((3, 1, 64), 290, 16, 24, {"causal": 0, "block": (290, 306)}), ((2, 2, 128), 100, 3, 24, {}),
+    ((4, 1, 64), 6100, 2, 30, {}),
+], ids=str)  # fmt: skip
+def test_a_block_of_all_units_has_the_same_bits(ops, rng, heads, context, rows, splits, how, wgmma):
+    """Units join in registers as pieces do in the workspace: of one leaf and of several, with fewer rows than
+    a warp has, of 42 units, where rows of a block end in different units."""
+    case, tuning = make(rng, range(context, context + rows), heads, **how), {"splits": splits, "wgmma": wgmma}
+    whole = call(ops, case, whole=True, **tuning)
+    check(case, whole)
+    assert_same_bits(call(ops, case, whole=False, **tuning), whole)
+    assert_same_bits(call(ops, some(case, [rows - 1]), whole=True, **tuning)[0], whole[-1])
+
+
+def test_sequences_in_any_order_have_the_same_bits_in_one_block(ops, rng):
+    """Sets of one group one after the other, one of them inactive; at a batch's size it is the default."""
+    case = make(rng, [*range(700, 705), *[-1] * 5, *range(1380, 1385)], (4, 2, 64), slots=3)
+    want = call(ops, case, splits=7, whole=False)
+    for rows in (np.arange(15), rng.permutation(15)):
+        assert_same_bits(call(ops, some(case, rows), splits=7, whole=True), want[rows])
+    shape = attend_fast.Shape(64, 32, 8, 128, 64, 132)
+    assert [shape.is_whole(rows, 264) for rows in (1, 8, 64)] == [False, False, True]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_what_a_later_row_holds_stays_with_it_in_a_block_of_all_units(ops, rng):
+    case = make(rng, range(570, 586), (4, 1, 64))
+    clean = call(ops, case, splits=5, whole=True)
+    for name in ("cache_k", "cache_v"):
+        bad = case | {name: case[name].copy()}
+        bad[name][0, :, 579] = stored(np.inf, "bf16")
+        got = call(ops, bad, splits=5, whole=True)
+        assert_same_bits(got[:9], clean[:9], name)
+        assert not np.isfinite(real(got[9:])).all()
 
 
 @pytest.mark.parametrize("context, rows, splits", [(3448, 16, 24), (2040, 16, 8), (6100, 4, 30)])
@@ -327,27 +365,29 @@ LARGE = [(256, True, False), (512, False, False)]
 
 @needs_nvrtc
 @pytest.mark.parametrize(
-    "arch, size, is_windowed, has_sinks",
+    "name, arch, size, is_windowed, has_sinks",
     [
-        (arch, *kind)
+        (name, arch, *kind)
+        for name in ("attend_fast", "attend_whole")
         for i, kind in enumerate(USUAL + LARGE)
         for arch in cards(i)
+        if name == "attend_fast" or kind in USUAL
         if FULL or arch == "sm_90a" or kind in [USUAL[-1], *LARGE]  # elsewhere those with most registers
     ],
 )
-def test_compiles_without_spills_and_two_blocks_fit(ops, arch, size, is_windowed, has_sinks, tmp_path):
+def test_compiles_without_spills_and_two_blocks_fit(ops, name, arch, size, is_windowed, has_sinks, tmp_path):
     """What the compiler adds for alignment counts: 256 bytes once halved the blocks of 16 rows."""
     wgmma = arch in attend_fast.HAS_WGMMA
     shape = attend_fast.Shape(16, 32, 8, size, 1, 132, is_windowed, has_sinks, wgmma=wgmma)
-    cubin, log = compiler.compile_cubin(source.find("attend_fast.cu"), arch, shape.defines)
-    used = compiler.resources(log)["attend_fast"]
+    cubin, log = compiler.compile_cubin(source.find(f"{name}.cu"), arch, shape.defines)
+    used = compiler.resources(log)[name]
     assert (used.stack, used.spill_stores, used.spill_loads) == (0, 0, 0), f"{shape.defines}: {used}"
     assert "Potential Performance Loss" not in log, log  # ptxas made wgmma wait for each other
     static = sum(map(int, re.findall(r"(\d+) bytes smem", log)))  # not named where there is none
     whole = -(-(static + shape.shared + 1024) // 128) * 128
     blocks, threads = (1 if size > 256 else 2), attend_fast.threads_of(size)
     assert blocks * whole <= 233472 and blocks * threads * used.registers <= 65536, shape.defines
-    found = disassemble(cubin, tmp_path)["attend_fast"]
+    found = disassemble(cubin, tmp_path)[name]
     wanted = ["LDGSTS", "MUFU.EX2", "ACQBULK", "PREEXIT"]
     keys, products = attend_fast.leaf_of(size), ["HMMA.16816.F32.BF16", "LDSM 4", "LDSM MT88 4"]
     assert_instructions(
