@@ -123,11 +123,14 @@ class CudaDevice:
         file: a name in kernels/cuda or a path. name: the kernel. defines: {macro: value}, for -D.
         Errors: UserError for a missing file or kernel, RuntimeError for a source that does not compile.
         """
+        asked = file, name, *(defines or {}).items()
+        if asked not in self._functions:
+            self._functions[asked] = self._load(file, name, defines)
+        return self._functions[asked]
+
+    def _load(self, file, name, defines):
         defines = {key: str(value) for key, value in (defines or {}).items()}
-        module_key = (str(file), tuple(sorted(defines.items())))
-        if (module_key, name) in self._functions:
-            return self._functions[module_key, name]
-        driver = self.driver
+        module_key, driver = (str(file), tuple(sorted(defines.items()))), self.driver
         path = source.find(file)
         parameters = source.parameters(path.read_text(encoding="utf-8"), name)
         self.enter()
@@ -146,9 +149,7 @@ class CudaDevice:
         carveout = attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
         self.do(driver.cuFuncSetAttribute(handle, carveout, 100))
         used = ask("SHARED_SIZE_BYTES"), ask("LOCAL_SIZE_BYTES")
-        function = CudaFunction(name, parameters, handle, *used)
-        self._functions[module_key, name] = function
-        return function
+        return CudaFunction(name, parameters, handle, *used)
 
     def launch(self, function, grid, block, shared, args, cluster=1, dependent=False, early=()):
         """Start a kernel in the device's stream; returns at once.

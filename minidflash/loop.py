@@ -70,20 +70,13 @@ def prompt_steps(engine, s, request, slot=0):
     first one begins behind what the caches hold.
     """
     ops, ids, total = engine.ops.for_prefill, request.ids, len(request.ids)
-    taps = engine.drafter.config.taps if request.drafts else ()
     request.rows_reused, request.rows_run = s.prefix.begin(engine, s, request), 0
     for first in range(request.rows_reused, total, s.chunk):
         count = min(s.chunk, total - first)
         s.prefix.write(first + count)
-        rows, where = s.rows.first(count), np.arange(first, first + count, dtype=np.int32)
-        own = np.full(count, slot)
-        values = ids[first : first + count], own, where, where, where, where + 1, where - first
-        for buffer, value in zip(rows.staged, values, strict=True):
-            ops.upload(buffer, np.asarray(value, np.int32))
-        target.forward(ops, engine.target, replace(s, taps=s.prompt_taps), rows, taps)
-        if taps:
-            drafter.inject(ops, engine.drafter, s, s.prompt_taps[:count], rows.slot, rows.pos)
-        s.prefix.add(ids[first : first + count], 0 if taps else None)
+        stage_prompt(ops, s, ids[first : first + count], first, slot)
+        run_prompt(engine, s, count, request.drafts)
+        s.prefix.add(ids[first : first + count], 0 if request.drafts else None)
         request.rows_run += count
         if first + count < total:
             yield
@@ -97,6 +90,50 @@ def prompt_steps(engine, s, request, slot=0):
         margins = ops.download(s.margin[newest]) if request.choice == "ranked" else None
         firsts.append((int(ops.download(s.choice[newest])[0]), logprobs, margins))
     return firsts
+
+
+def stage_prompt(ops, s, ids, first, slot):
+    """Rows of a prompt's pass: ids at positions from `first` on, then rows that are inactive, as many as a
+    recorded pass takes."""
+    count, size = len(ids), rows_of_pass(ops, s, len(ids))
+    where = np.arange(first, first + size, dtype=np.int32)
+    is_there = np.arange(size) < count
+    own, padded = np.full(size, slot), np.pad(np.asarray(ids, np.int32), (0, size - count))
+    pos = np.where(is_there, where, -1)
+    values = padded, own, pos, where, where, where + 1, where - first
+    for buffer, value in zip(s.rows.first(size).staged, values, strict=True):
+        ops.upload(buffer, np.asarray(value, np.int32))
+
+
+def rows_of_pass(ops, s, count):
+    """Rows that a prompt's pass of `count` takes: where passes are recorded, the next size that is."""
+    return next((size for size in ops.prompt_passes if count <= size <= s.chunk), count)
+
+
+def run_prompt(engine, s, count, drafts):
+    """A prompt's pass over the staged rows: all layers, then their features go to the drafter.
+
+    Its first time a size runs as it is, from the second on it is recorded: an engine that sees one prompt
+    need not wait for that.
+    """
+    ops = engine.ops.for_prefill
+    size = rows_of_pass(ops, s, count)
+
+    def run():
+        rows, taps = s.rows.first(size), engine.drafter.config.taps if drafts else ()
+        target.forward(ops, engine.target, replace(s, taps=s.prompt_taps), rows, taps)
+        if taps:
+            drafter.inject(ops, engine.drafter, s, s.prompt_taps[:size], rows.slot, rows.pos)
+
+    kind = "prompt", size, drafts
+    if size not in ops.prompt_passes:
+        run()
+    elif kind not in engine.programs:
+        engine.programs[kind] = None
+        run()
+    else:
+        engine.programs[kind] = engine.programs[kind] or ops.program(run)
+        engine.programs[kind].launch()
 
 
 def settle(ops, s, slot, start, left, stop_ids):

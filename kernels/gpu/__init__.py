@@ -40,7 +40,9 @@ class GpuBackend:
     def __init__(self, activations, device):
         self.activations, self.device, self.sms = activations, device, device.sms
         self.variants = {}  # row -> "wide", "fast" or "plain", as it ran last
-        self.is_preparing = False  # compile and load what a launch needs, launch nothing
+        self.prepared = (
+            None  # a list: what a launch needs is compiled and loaded, and it is kept here instead
+        )
         self.bucket = None  # keys behind which no row of the launch sees; None: it may
         for row in ROWS:
             setattr(self, row, partial(self._run, row))
@@ -54,8 +56,11 @@ class GpuBackend:
     def launch(self, file, kernel, grid, block, shared, args, defines=None, **how):
         """One launch; arguments as the device's, defines: {macro: value}. While preparing, nothing runs."""
         function = self.device.function(file, kernel, defines)
-        if not self.is_preparing:
-            self.device.launch(function, grid, block, shared, args, **how)
+        launch = partial(self.device.launch, function, grid, block, shared, args, **how)
+        if self.prepared is None:
+            launch()
+        else:
+            self.prepared.append(launch)
 
     def for_prefill(self):
         """This backend with the variants for many token rows in front."""

@@ -84,7 +84,8 @@ class Shape:
 
     def is_whole(self, rows, held):
         """Whether a block takes all units of a group and kv head, and keeps their sums in registers."""
-        return self.size <= 128 and (not self.splits or bool(held) and self.blocks(rows, held) == 1)
+        takes_all = not self.splits or (held and self.blocks(rows, held) == 1 < self.units)
+        return self.size <= 128 and bool(takes_all)
 
     def blocks(self, rows, held):
         """Blocks that share the units of a group and kv head. held: blocks that the card holds, 0: nobody may

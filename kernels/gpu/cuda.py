@@ -4,6 +4,7 @@ a round captured once as a graph."""
 import itertools
 import weakref
 from collections import deque
+from functools import partial
 
 import numpy as np
 
@@ -68,10 +69,11 @@ class CudaBackend(GpuBackend):
     """
 
     name = "cuda"
-    # A prompt's launches are not in a graph: at 256 tokens a pass the host's 65 us a launch were all the time
-    # of 2,048 (H100, Qwen3-8B: 3,168 launches, 220 ms). At 2,048 every product has whole waves of its largest
-    # tile.
+    # At 2,048 tokens every product has whole waves of its largest tile, and the GPU takes longer than the
+    # host, whose 65 us a launch were all the time of passes of 256 (H100, Qwen3-8B: 3,168 launches, 220 ms).
+    # Shorter passes are recorded, of so many rows.
     prefill_chunk = 2048
+    prompt_passes = 16, 32, 64, 128, 256, 384, 512, 768, 1024
     lost_by_fork = "CUDA"
     rounds_ahead = 1  # the host reads a round's record while the next one runs
     buckets = 576, 1152, 2304  # 4, 8 and 16 leaves of attention; behind them its grid is what the card holds
@@ -80,6 +82,7 @@ class CudaBackend(GpuBackend):
         self._cupy = cupy = _cupy()
         super().__init__(activations, CudaDevice(device))
         self.mode = "graph" if graph else "eager"
+        self.prompt_passes = self.prompt_passes if graph else ()
         self.dependent = dependent
         self._failures = _Failures(self)
         self._place = cupy.cuda.Device(device)
@@ -219,15 +222,14 @@ class CudaBackend(GpuBackend):
     def compile(self, calls, bucket=None):
         """A program that replays checked calls in order: a graph, or the calls one by one (graph=False)."""
         self._forget_staging()  # a round is being recorded: the weights are there
-        program = Replay([(function, args) for _, function, args in calls])
+        program, self.prepared, self.bucket = Replay([call[1:] for call in calls]), [], bucket
         with self._failures:
-            self.is_preparing, self.bucket = True, bucket  # no kernel may be loaded during a capture
             try:
-                program.launch()
-                self.is_preparing = False
-                return Graph(self, program) if self.mode == "graph" else program
+                program.launch()  # no kernel may be loaded during a capture
+                launches = self.prepared
             finally:
-                self.is_preparing, self.bucket = False, None
+                self.prepared = self.bucket = None
+            return Graph(self, launches) if self.mode == "graph" else program
 
 
 class EventClock:
@@ -238,15 +240,21 @@ class EventClock:
         self._backend, self._events = backend, {}
 
     def look(self, stage):
+        """As a launch: what is being prepared takes it in."""
         device = self._backend.device
-        driver = device.driver
         if stage not in self._events:
-            event = self._events[stage] = device.do(driver.cuEventCreate(0))
-            weakref.finalize(self, driver.cuEventDestroy, event)
-        if not self._backend.is_preparing:
-            in_graph = driver.CUevent_record_flags.CU_EVENT_RECORD_EXTERNAL
-            flags = in_graph if self._backend.mode == "graph" else 0
-            device.do(driver.cuEventRecordWithFlags(self._events[stage], device.driver_stream, flags))
+            event = self._events[stage] = device.do(device.driver.cuEventCreate(0))
+            weakref.finalize(self, device.driver.cuEventDestroy, event)
+        if self._backend.prepared is None:
+            self._record(stage)
+        else:
+            self._backend.prepared.append(partial(self._record, stage))
+
+    def _record(self, stage):
+        device = self._backend.device
+        in_graph = device.driver.CUevent_record_flags.CU_EVENT_RECORD_EXTERNAL
+        flags = in_graph if self._backend.mode == "graph" else 0
+        device.do(device.driver.cuEventRecordWithFlags(self._events[stage], device.driver_stream, flags))
 
     def read(self):
         """{stage: seconds} of the last launch, in its order; it has ended."""
@@ -259,20 +267,19 @@ class EventClock:
 
 class Graph:
     """Launches captured once; `launch` replays them with one driver call.
-    program: what to capture, kept for its buffers."""
+    launches: functions, kept for the buffers that they launch on."""
 
-    def __init__(self, backend, program):
-        self._device, self._failures, self._program = backend.device, backend._failures, program
+    def __init__(self, backend, launches):
+        self._device, self._failures, self._launches = backend.device, backend._failures, launches
         driver, stream = self._device.driver, self._device.driver_stream
-        graph = self._capture(program)
+        graph = self._capture(launches)
         self._executable = self._device.do(driver.cuGraphInstantiate(graph, 0))
         self._device.do(driver.cuGraphDestroy(graph))
         self._device.do(driver.cuGraphUpload(self._executable, stream))
         weakref.finalize(self, driver.cuGraphExecDestroy, self._executable)
 
-    def _capture(self, program):
-        """The driver's graph of the program's launches, on a stream of its own:
-        no other engine's get into it."""
+    def _capture(self, launches):
+        """The driver's graph of the launches, on a stream of its own: no other engine's get into it."""
         device, driver, before = self._device, self._device.driver, self._device.driver_stream
         own = device.new_stream()
         device.use(own)
@@ -281,7 +288,8 @@ class Graph:
                 driver.cuStreamBeginCapture(own, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
             )
             try:
-                program.launch()
+                for launch in launches:
+                    launch()
             except BaseException:
                 driver.cuStreamEndCapture(own)  # ends the capture; its graph is broken
                 raise

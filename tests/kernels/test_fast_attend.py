@@ -171,6 +171,7 @@ def test_sequences_in_any_order_have_the_same_bits_in_one_block(ops, rng):
         assert_same_bits(call(ops, some(case, rows), splits=7, whole=True), want[rows])
     shape = attend_fast.Shape(64, 32, 8, 128, 64, 132)
     assert [shape.is_whole(rows, 264) for rows in (1, 8, 64)] == [False, False, True]
+    assert not attend_fast.Shape(64, 32, 8, 128, 64, 132, keys=140).is_whole(64, 264), "one unit is a leaf"
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
@@ -295,7 +296,8 @@ def test_any_order_has_the_same_bits(ops, rng):
         assert_same_bits(call(other, case, splits=16), want, f"seed {seed}")
 
 
-def test_dependent_launch_reads_nothing_early(ops, rng, monkeypatch):
+@pytest.mark.parametrize("how", [{}, {"early": False}, {"whole": True}], ids=str)
+def test_dependent_launch_reads_nothing_early(ops, rng, how, monkeypatch):
     """Two calls in a row, the second on the first one's output: before its wait the emulator hides that."""
     case = make(rng, range(140, 144), (4, 1, 64))
     first = call(ops, case)
@@ -305,7 +307,7 @@ def test_dependent_launch_reads_nothing_early(ops, rng, monkeypatch):
     ops.upload(q, case["q"])
     work, rest = ops.array((ops.backend.work_size(4, 4 * 64, 0),), "f32"), put(ops, case)[1:]
     for source_q, target in ((q, o), (o, again)):
-        attend_fast.attend(ops.backend, source_q, *rest, work, target)
+        attend_fast.attend(ops.backend, source_q, *rest, work, target, **how)
     assert_same_bits(ops.download(o), first)
     assert_same_bits(ops.download(again), second)
 
