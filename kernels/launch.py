@@ -125,12 +125,14 @@ class CudaDevice:
         """
         asked = file, name, *(defines or {}).items()
         if asked not in self._functions:
-            self._functions[asked] = self._load(file, name, defines)
+            self._functions[asked] = self._load(file, name, defines or {})
         return self._functions[asked]
 
     def _load(self, file, name, defines):
-        defines = {key: str(value) for key, value in (defines or {}).items()}
+        defines = {key: str(value) for key, value in defines.items()}
         module_key, driver = (str(file), tuple(sorted(defines.items()))), self.driver
+        if (module_key, name) in self._functions:
+            return self._functions[module_key, name]
         path = source.find(file)
         parameters = source.parameters(path.read_text(encoding="utf-8"), name)
         self.enter()
@@ -149,7 +151,8 @@ class CudaDevice:
         carveout = attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
         self.do(driver.cuFuncSetAttribute(handle, carveout, 100))
         used = ask("SHARED_SIZE_BYTES"), ask("LOCAL_SIZE_BYTES")
-        return CudaFunction(name, parameters, handle, *used)
+        function = self._functions[module_key, name] = CudaFunction(name, parameters, handle, *used)
+        return function
 
     def launch(self, function, grid, block, shared, args, cluster=1, dependent=False, early=()):
         """Start a kernel in the device's stream; returns at once.

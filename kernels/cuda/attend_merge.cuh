@@ -60,7 +60,7 @@ __device__ __forceinline__ void merge(float* pieces, int count, int tile_row, bf
     for (int first = 0; first < count; first += BATCH, pieces += (size_t)BATCH * PIECE) {
         const int here = min(BATCH, count - first);
         const float* const at = pieces + tile_row * HEAD + OWN * lane;
-        Neighbours<float, OWN> part[BATCH];
+        Neighbours<float, OWN> part[BATCH] = {};  // zeros change nothing, and a branch for each would wait
         float2 stat = __ldcg(stats_at(pieces + (size_t)min(lane, here - 1) * PIECE, tile_row));
 #pragma unroll
         for (int j = 0; j < BATCH; ++j)
@@ -77,14 +77,18 @@ __device__ __forceinline__ void merge(float* pieces, int count, int tile_row, bf
         const Weights w = weights_of(before, stat.x);
         const float share = __fmul_rn(stat.y, w.own);
         m = __shfl_sync(FULL_WARP, top, 31);
+        float keep[BATCH], own[BATCH], more[BATCH];
 #pragma unroll
         for (int j = 0; j < BATCH; ++j) {
-            const float keep = __shfl_sync(FULL_WARP, w.before, j), own = __shfl_sync(FULL_WARP, w.own, j);
-            const float more = __shfl_sync(FULL_WARP, share, j);
-            if (j >= here) continue;
-            l = __fmaf_rn(l, keep, more);
+            keep[j] = __shfl_sync(FULL_WARP, w.before, j), own[j] = __shfl_sync(FULL_WARP, w.own, j);
+            more[j] = __shfl_sync(FULL_WARP, share, j);
+        }
 #pragma unroll
-            for (int i = 0; i < OWN; ++i) sum[i] = __fmaf_rn(part[j].v[i], own, __fmul_rn(sum[i], keep));
+        for (int j = 0; j < BATCH; ++j) {
+            l = __fmaf_rn(l, keep[j], more[j]);
+#pragma unroll
+            for (int i = 0; i < OWN; ++i)
+                sum[i] = __fmaf_rn(part[j].v[i], own[j], __fmul_rn(sum[i], keep[j]));
         }
     }
     const float r = one_over(l, m, tile_row);

@@ -129,8 +129,10 @@ def test_rejection_does_not_either(card, rng, activations):
 
 @pytest.mark.parametrize("window", [0, 130])
 @pytest.mark.parametrize("heads", [(32, 8, 128), (9, 3, 64), (4, 1, 64), (64, 8, 64)], ids=str)
-@pytest.mark.parametrize("function", [attend_fast.attend, attend_fast.attend_prompt])
-def test_attention_is_cut_the_same_way(card, rng, heads, window, function):
+@pytest.mark.parametrize("kind", ["units", "whole", "prompt"])
+def test_attention_is_cut_the_same_way(card, rng, heads, window, kind):
+    """By each of its kernels: which one runs depends on the rows, so that both have the same bits is asked of
+    test_fast_attend.py."""
     ops, device = card("bf16")
     case = test_fast_attend.make(rng, [1000] * 64, heads, window=window)
     case["sinks"] = np.zeros(64, np.float32) if heads == (64, 8, 64) else None
@@ -139,6 +141,10 @@ def test_attention_is_cut_the_same_way(card, rng, heads, window, function):
         part = test_fast_attend.some(case, slice(0, count))
         shape = part["q"].shape
         work = np.zeros(ops.backend.work_size(count, shape[1] * shape[2], 0), np.float32)
-        assert function(ops.backend, *test_fast_attend.put(ops, part), work, np.empty(shape, np.uint16))
+        args = ops.backend, *test_fast_attend.put(ops, part), work, np.empty(shape, np.uint16)
+        if kind == "prompt":
+            assert attend_fast.attend_prompt(*args)
+        else:
+            assert attend_fast.attend(*args, whole=kind == "whole")
 
     assert_one_set(card, device, call)
