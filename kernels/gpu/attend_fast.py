@@ -86,10 +86,11 @@ class Shape:
     def is_whole(self, rows, held):
         """Whether a block takes all units of a group and kv head, and keeps their sums in registers: where it
         would be alone with them, and where such blocks fill the card (H200, 32/8/128, 2,048 keys, 8, 12 and
-        16 sequences of 8 rows: 52 us for 37, 63 and 67)."""
+        16 sequences of 8 rows: 52 us for 37, 63 and 67; of one row they gain less than old keys asked for
+        early)."""
         if self.size > 128:
             return False
-        fills = 10 * self.groups * -(-rows // self.group) >= 7 * self.sms
+        fills = self.group > 1 and 10 * self.groups * -(-rows // self.group) >= 7 * self.sms
         return not self.splits or (self.units > 1 and (fills or held > 0 and self.blocks(rows, held) == 1))
 
     def blocks(self, rows, held):

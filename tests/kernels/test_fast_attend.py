@@ -170,8 +170,10 @@ def test_sequences_in_any_order_have_the_same_bits_in_one_block(ops, rng):
     want = call(ops, case, splits=7, whole=False)
     for rows in (np.arange(15), rng.permutation(15)):
         assert_same_bits(call(ops, some(case, rows), splits=7, whole=True), want[rows])
-    shape = attend_fast.Shape(64, 32, 8, 128, 64, 132)
-    assert [shape.is_whole(rows, 264) for rows in (1, 11, 12, 64)] == [False, False, True, True]
+    for width, fewest in (1, 17), (8, 12):
+        shape = attend_fast.Shape(64 * width, 32, 8, 128, 64, 132)
+        found = [shape.is_whole(width * lanes, 264) for lanes in (1, fewest - 1, fewest, 64)]
+        assert found == [False, False, True, True], width
     assert not attend_fast.Shape(64, 32, 8, 128, 64, 132, keys=140).is_whole(64, 264), "one unit is a leaf"
 
 
