@@ -12,53 +12,38 @@
 static_assert(HEAD <= 128);  // of larger ones two rows' sums have no room in registers
 
 /* o is A[T,H,HEAD]; group * ratio <= 64, group <= GROUP, ratio: H/G. splits: units a row is cut into at most,
- * or one more; 0: none. early: as of attend_fast. The grid: G, groups. */
+ * or one more; 0: none. The grid: G, groups. */
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     attend_whole(const bf16* q, const bf16* cache_k, const bf16* cache_v, const int* slot, const int* pos,
                  const int* begin, const int* end, int window, int causal, float scale, const float* sinks,
-                 bf16* o, int T, int H, int G, int S, int ratio, int group, int splits, int early) {
+                 bf16* o, int T, int H, int G, int S, int ratio, int group, int splits) {
     Row* const rows = (Row*)(shared + ROWS_AT);
     Set& set = *(Set*)(shared + SET_AT);
     const int lane = lane_index(), warp = warp_index(), first_row = 16 * warp + lane / 4;  // the other: 8 on
     const Place place{ratio, (int)blockIdx.x, (int)blockIdx.y * group, 0, 0};
-    if (!early) griddep_wait();
+    griddep_wait();
     if (warp == 0) {
-        const Rows all{slot, pos, begin, end, T, group, window, causal, splits};
-        const int own_slot = lane < T ? __ldcg(slot + lane) : -1,
-                  own_pos = lane < T ? __ldcg(pos + lane) : -1;
-        set.start(rows, all, place);
-        if (set.left) {
-            set.next(rows, ALL_UNITS, S);
-            __syncwarp();
-            if (early) set.find_old(all, own_slot, own_pos);
-        }
+        set.start(rows, Rows{slot, pos, begin, end, T, group, window, causal, splits}, place);
+        if (set.left) set.next(rows, ALL_UNITS, S);
     } else if (warp >= WARPS - 2) {
         make_tile_row(threadIdx.x - 32 * (WARPS - 2), place, sinks);
     }
     __syncthreads();
-    auto load = [&](const bf16* cache, int to, int leaf, int first, int last) {
+    auto load = [&](const bf16* cache, int to, int leaf) {
         const int low = set.only < 0 ? set.low : rows[set.only].first,
                   high = set.only < 0 ? set.high : rows[set.only].last;
         cache += ((size_t)set.slot * G + place.g) * S * HEAD;
-        load_leaf(cache, set.row_of_leaf(leaf, S), to, leaf, low, high, first, last);
+        load_leaf(cache, set.row_of_leaf(leaf, S), to, leaf, low, high, 0, ALL_KEYS);
     };
-    int old_end = 0;  // keys of the first set's first leaf before that are under way already
-    if (early && set.members) {
-        old_end = set.old_end;
-        load(cache_k, K_AT, set.leaf_first, 0, old_end);
-        load(cache_v, V_AT, set.leaf_first, 0, old_end);
-    }
-    if (early) griddep_wait();
     if (set.members) load_q(q, place, T, H);
 
     while (set.members) {
         // Once for all rows with only = -1; then, where attend_fast.cu says why, row by row.
         while (true) {
-            load(cache_k, K_AT, set.leaf_first, old_end, ALL_KEYS);
+            load(cache_k, K_AT, set.leaf_first);
             cp_async_commit();
-            load(cache_v, V_AT, set.leaf_first, old_end, ALL_KEYS);
+            load(cache_v, V_AT, set.leaf_first);
             cp_async_commit();
-            old_end = 0;
             griddep_launch();
 
             Sums all = {}, out = {};  // of the units before, of this one
@@ -79,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                 scores(s);
                 if (!is_last) {
                     __syncthreads();  // K has been read
-                    load(cache_k, K_AT, leaf + 1, 0, ALL_KEYS);
+                    load(cache_k, K_AT, leaf + 1);
                 }
                 cp_async_commit();
                 if (has_rows) {  // a sequence's rows may be few warps'
@@ -92,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                 values_done<HALVES - 1>(out);
                 if (!is_last) {
                     __syncthreads();  // V has been read
-                    load(cache_v, V_AT, leaf + 1, 0, ALL_KEYS);
+                    load(cache_v, V_AT, leaf + 1);
                 }
                 cp_async_commit();
                 if (is_last || leaf + 1 == unit_end) {

@@ -13,7 +13,6 @@ from . import COUNTERS, HAS_WGMMA
 SIZES = 64, 128, 256, 512
 LEAF, TILE_ROWS = 144, 64
 LARGE_LEAF = 48  # of heads above 128: a divisor of LEAF, so rings are whole ones of these too
-MOST_EARLY = 64  # rows that a block of all units looks through for the first new key
 BLOCK = 16  # rows of a pass for which heads above 128 are cut
 
 
@@ -129,8 +128,7 @@ def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, 
         return None
     # qkv, which writes the newest keys, lets its successor start late (fast.py):
     # what came before it is there.
-    has_time = count >= rows and (not whole or rows <= MOST_EARLY)
-    early = (cache_k, cache_v) if early and shape.splits and has_time else ()
+    early = (cache_k, cache_v) if early and shape.splits and count >= rows and not whole else ()
     for first in range(0, rows, count):
         here = slice(first, min(first + count, rows))
         part = [a[here] for a in (q, slot, pos, begin, end)]
@@ -140,8 +138,7 @@ def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, 
         sizes = [o[here], total, heads, groups, cached, shape.ratio, shape.group, shape.splits]
         if not whole:
             args.append(work)
-            sizes += [shape.units, grid[2] > 1 and math.prod(grid) <= held]
-        sizes.append(bool(early))
+            sizes += [shape.units, grid[2] > 1 and math.prod(grid) <= held, bool(early)]
         name = "attend_whole" if whole else "attend_fast"
         backend.launch(
             f"{name}.cu", name, grid, threads_of(size), shape.shared, args + sizes, shape.defines,

@@ -6,12 +6,11 @@ What a row sees, and how close it comes to float64, is asked of every variant in
 
 import re
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
 from minidflash.kernels import compiler, source
-from minidflash.kernels.gpu import COUNTERS, attend_fast, fast, split
+from minidflash.kernels.gpu import COUNTERS, attend_fast, split
 
 from tests import cases
 from tests.cases import GUARD, Make, Matrix, stored
@@ -315,8 +314,7 @@ def test_dependent_launch_reads_nothing_early(ops, rng, how, monkeypatch):
     assert_same_bits(ops.download(again), second)
 
 
-@pytest.mark.parametrize("kernel", ["attend_fast", "attend_whole"])
-def test_old_keys_are_asked_for_before_the_wait(ops, rng, kernel, monkeypatch):
+def test_old_keys_are_asked_for_before_the_wait(ops, rng, monkeypatch):
     """Behind a qkv that writes the newest keys: the bits of both launches one after the other.
 
     And qkv lets its successor start late, whatever its cut says.
@@ -327,8 +325,6 @@ def test_old_keys_are_asked_for_before_the_wait(ops, rng, kernel, monkeypatch):
     x, parts = make_.a(T, D), [Matrix(make_.a(rows * K, D)) for rows in (H, 2 * G)]
     choose, launched, launch = split.choose, [], ops.backend.launch
     monkeypatch.setattr(split, "choose", lambda *a, **k: replace(choose(*a, **k), early=True))
-    how = partial(attend_fast.attend, whole=kernel == "attend_whole")
-    monkeypatch.setitem(fast.FAST, "attend", how)
     monkeypatch.setattr(ops.backend, "launch", lambda *a, **k: (launched.append((a, k)), launch(*a, **k)))
 
     def layer(dependent):
@@ -363,7 +359,7 @@ def test_old_keys_are_asked_for_before_the_wait(ops, rng, kernel, monkeypatch):
     assert_same_bits(layer(True), layer(False))
     of_qkv, of_attend = launched[-2], launched[-1]
     assert of_qkv[0][1] == "qkv_fast" and of_qkv[0][6]["EARLY_LAUNCH"] == 0
-    assert of_attend[0][1] == kernel and len(of_attend[1]["early"]) == 2
+    assert of_attend[0][1] == "attend_fast" and len(of_attend[1]["early"]) == 2
 
 
 USUAL = [(64, False, False), (128, False, False), (128, True, False), (64, False, True), (64, True, True),
