@@ -381,6 +381,7 @@ def sections(results):
             pair_speed(results, f"embedded-{card}", "Embedded pair", f"speed-{card}"),
             acceptance(results, card),
             *(measured_load.curve(results, name) for name in results.names(f"curve-*{card}")),
+            *(measured_load.serving(results, name) for name in results.names(f"soak-serve-*{card}")),
             lossless(results, card.upper(), texts),
             *(checks(results, name) for name in results.names(f"gpu-check-*{card}")),
             *(sanitizer(results, name) for name in results.names(f"sanitizer-*{card}")),
