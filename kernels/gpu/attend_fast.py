@@ -136,12 +136,16 @@ def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, 
         grid = groups, -(-total // shape.group), 1 if whole else shape.blocks(total, held)
         args = [part[0], cache_k, cache_v, *part[1:], window, causal, scale, sinks]
         sizes = [o[here], total, heads, groups, cached, shape.ratio, shape.group, shape.splits]
-        if not whole:
-            args.append(work)
-            sizes += [shape.units, grid[2] > 1 and math.prod(grid) <= held, bool(early)]
-        name = "attend_whole" if whole else "attend_fast"
+        block = threads_of(size), shape.shared
+        if whole:
+            backend.launch(
+                "attend_whole.cu", "attend_whole", grid, *block, args + sizes, shape.defines,
+                dependent=backend.dependent,
+            )  # fmt: skip
+            continue
+        sizes += [shape.units, grid[2] > 1 and math.prod(grid) <= held, bool(early)]
         backend.launch(
-            f"{name}.cu", name, grid, threads_of(size), shape.shared, args + sizes, shape.defines,
+            "attend_fast.cu", "attend_fast", grid, *block, [*args, work, *sizes], shape.defines,
             dependent=backend.dependent, early=early,
         )  # fmt: skip
     return True
