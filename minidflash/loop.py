@@ -74,8 +74,8 @@ def prompt_steps(engine, s, request, slot=0):
     for first in range(request.rows_reused, total, s.chunk):
         count = min(s.chunk, total - first)
         s.prefix.write(first + count)
-        stage_prompt(ops, s, ids[first : first + count], first, slot)
-        run_prompt(engine, s, count, request.drafts)
+        size = stage_prompt(ops, s, ids[first : first + count], first, slot)
+        run_prompt(engine, s, size, request.drafts)
         s.prefix.add(ids[first : first + count], 0 if request.drafts else None)
         request.rows_run += count
         if first + count < total:
@@ -93,9 +93,10 @@ def prompt_steps(engine, s, request, slot=0):
 
 
 def stage_prompt(ops, s, ids, first, slot):
-    """Rows of a prompt's pass: ids at positions from `first` on, then rows that are inactive, as many as a
-    recorded pass takes."""
-    count, size = len(ids), rows_of_pass(ops, s, len(ids))
+    """Rows of a prompt's pass: ids at positions from `first` on, then inactive ones up to the next size that
+    passes are recorded for, where there is one. Returns how many."""
+    count = len(ids)
+    size = next((size for size in ops.prompt_passes if count <= size <= s.chunk), count)
     where = np.arange(first, first + size, dtype=np.int32)
     is_there = np.arange(size) < count
     own, padded = np.full(size, slot), np.pad(np.asarray(ids, np.int32), (0, size - count))
@@ -103,21 +104,16 @@ def stage_prompt(ops, s, ids, first, slot):
     values = padded, own, pos, where, where, where + 1, where - first
     for buffer, value in zip(s.rows.first(size).staged, values, strict=True):
         ops.upload(buffer, np.asarray(value, np.int32))
+    return size
 
 
-def rows_of_pass(ops, s, count):
-    """Rows that a prompt's pass of `count` takes: where passes are recorded, the next size that is."""
-    return next((size for size in ops.prompt_passes if count <= size <= s.chunk), count)
-
-
-def run_prompt(engine, s, count, drafts):
-    """A prompt's pass over the staged rows: all layers, then their features go to the drafter.
+def run_prompt(engine, s, size, drafts):
+    """A prompt's pass over so many staged rows: all layers, then their features go to the drafter.
 
     Its first time a size runs as it is, from the second on it is recorded: an engine that sees one prompt
     need not wait for that.
     """
     ops = engine.ops.for_prefill
-    size = rows_of_pass(ops, s, count)
 
     def run():
         rows, taps = s.rows.first(size), engine.drafter.config.taps if drafts else ()

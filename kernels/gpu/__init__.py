@@ -40,9 +40,7 @@ class GpuBackend:
     def __init__(self, activations, device):
         self.activations, self.device, self.sms = activations, device, device.sms
         self.variants = {}  # row -> "wide", "fast" or "plain", as it ran last
-        self.prepared = (
-            None  # a list: what a launch needs is compiled and loaded, and it is kept here instead
-        )
+        self.prepared = None  # a list: launches are kept there, their kernels compiled and loaded, not run
         self.bucket = None  # keys behind which no row of the launch sees; None: it may
         for row in ROWS:
             setattr(self, row, partial(self._run, row))
