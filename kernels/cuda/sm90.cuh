@@ -199,6 +199,13 @@ __device__ __forceinline__ bool mbarrier_try_wait_cluster(u64* barrier, u32 pari
     return done;
 }
 
+/* True in one lane of a warp that is together here: copies in such a branch need no loop over lanes. */
+__device__ __forceinline__ bool elect_one() {
+    u32 is_elected;
+    asm volatile("{\n .reg .pred p;\n elect.sync _|p, 0xffffffff;\n selp.u32 %0, 1, 0, p;\n}" : "=r"(is_elected));
+    return is_elected;
+}
+
 /* Contiguous memory to shared memory by one thread's order: all 16-byte aligned, bytes a multiple of 16. */
 __device__ __forceinline__ void bulk_load(void* shared, const void* global, u32 bytes, u64* barrier) {
     asm volatile(

@@ -21,9 +21,9 @@ struct Ring {
     __device__ __forceinline__ Ring(char* shared, int bytes)
         : stages(shared), full((u64*)(shared + bytes)), empty(full + STAGES) {}
 
-    /* By thread 0, before a barrier of the block. */
-    __device__ __forceinline__ void open() const {
-        for (int s = 0; s < STAGES; ++s) mbarrier_init(&full[s], 1), mbarrier_init(&empty[s], CONSUMERS);
+    /* By thread 0, before a barrier of the block. fillers: warps that copy. */
+    __device__ __forceinline__ void open(int fillers = 1) const {
+        for (int s = 0; s < STAGES; ++s) mbarrier_init(&full[s], fillers), mbarrier_init(&empty[s], CONSUMERS);
         mbarrier_fence_init();
     }
 };
@@ -41,11 +41,14 @@ struct Half {
             a[0] = *(const uint4*)from, a[1] = *(const uint4*)(from + 512);
     }
 
-    __device__ __forceinline__ void multiply(float (&acc)[TOKENS / 2], const char* stage, int half) const {
+    /* Upon acc, or instead of what there is. */
+    __device__ __forceinline__ void multiply(float (&acc)[TOKENS / 2], const char* stage, int half,
+                                             bool is_upon = true) const {
 #ifdef WGMMA
+        const u64 tokens = wgmma_columns(stage) + 4 * half;  // in 16 bytes
         wgmma_fence();
-        wgmma(acc, a[0], wgmma_columns(stage + 64 * half));
-        wgmma(acc, a[1], wgmma_columns(stage + 64 * half + 32));
+        wgmma(acc, a[0], tokens, is_upon);
+        wgmma(acc, a[1], tokens + 2);
         wgmma_commit();
 #else
         const int row = lane_index() % 8,
@@ -55,6 +58,7 @@ struct Half {
         for (int n = 0; n < TOKENS / 8; ++n) {
             const uint4 b = ldmatrix_x4(tokens + 8 * n * COLUMN_BYTES);
             float (&d)[4] = *(float (*)[4])(acc + 4 * n);
+            if (!is_upon) d[0] = d[1] = d[2] = d[3] = 0.f;
             mma_bf16(d, a[0], b.x, b.y);
             mma_bf16(d, a[1], b.z, b.w);
         }

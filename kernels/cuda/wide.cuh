@@ -83,102 +83,77 @@ struct Share {
     }
 };
 
-/* A step of a block's share after the other, for who copies. */
-struct Along {
-    const Work* work;
-    const Share* share;
-    int index = 0, warp = 0, turn = 0, step = 0;  // turn: step of the warp; step: of the walk
-    Piece piece{};
-    Unit unit;
-    Walk walk;
-
-    __device__ __forceinline__ Along(const Work& work_, const Share& share_)
-        : work(&work_), share(&share_), unit(work_, 0), walk(work_.cols, 0) {
-        enter();
-        settle();
-    }
-
-    __device__ __forceinline__ bool is_there() const { return index < share->pieces(); }
-
-    __device__ __forceinline__ void enter() {
-        piece = share->piece(index);
-        unit = Unit(*work, piece.unit);
-        if (TREE_SLICES > 1) walk = Walk(work->cols, unit.slice);
-        warp = piece.from, turn = 0, step = walk.first(warp);
-    }
-
-    /* To the next warp, or piece, that has a step. */
-    __device__ __forceinline__ void settle() {
-        while (is_there() && 2 * turn >= walk.own(warp)) {
-            turn = 0;
-            if (++warp == piece.to && ++index < share->pieces()) enter();
-        }
-    }
-
-    __device__ __forceinline__ void advance() {
-        ++turn, ++step;
-        settle();
-    }
-
-    __device__ __forceinline__ void advance(int steps) {
-        for (int i = 0; i < steps && is_there(); ++i) advance();
-    }
-
-    __device__ __forceinline__ int tokens() const { return min(TOKENS, work->padded() - unit.first_token); }
-};
-
 /* Row tiles of a matrix from a group's first on. */
 struct RowTiles {
     const char* first;
     int count;
 };
 
-/* Lane 16 h + i orders half h of row tile i. matrix(group): its first row tile, and how many there are from
- * there on. What is not there is not copied, and nobody reads it. */
-template <class Matrix>
-__device__ __forceinline__ void copy_weights(const Ring& ring, int slot, const Along& at,
-                                             const Matrix& matrix) {
-    const int tile = lane_index() % 16, half = lane_index() / 16;
-    const RowTiles tiles = matrix(at.unit.group);
-    const int there = min(WEIGHT_TILES, tiles.count), chunk = at.walk.chunk(at.warp, at.turn, half);
-    const int halves = __shfl_sync(FULL_WARP, chunk, 16) < 0 ? 1 : 2;
-    if (lane_index() == 0)
-        mbarrier_arrive_expect(&ring.full[slot], there * halves * CHUNK_BYTES + at.tokens() * COLUMN_BYTES);
-    __syncwarp();
-    if (tile >= there || chunk < 0) return;
-    bulk_load(ring.stages + slot * STAGE + TOKEN_BYTES + tile * TILE_BYTES + half * CHUNK_BYTES,
-              tiles.first + tile * tile_bytes(at.work->cols) + (size_t)chunk * CHUNK_BYTES, CHUNK_BYTES,
-              &ring.full[slot]);
+/* f(i, tiles, unit, step, chunk) for steps of a block's share in order, until it gives false. step: of tokens;
+ * chunk: the first of its two, TREE_WARPS before the other; halves: how many there are. */
+template <class Matrix, class F>
+__device__ __forceinline__ void each_step(const Work& work, const Share& share, const Matrix& matrix,
+                                          const F& f) {
+    int i = 0;
+    for (int index = 0; index < share.pieces(); ++index) {
+        const Piece piece = share.piece(index);
+        const Unit unit(work, piece.unit);
+        const Walk walk(work.cols, unit.slice);
+        const RowTiles tiles = matrix(unit.group);
+        int step = walk.first(piece.from);
+        for (int warp = piece.from; warp < piece.to; ++warp) {
+            const int own = walk.own(warp);
+            for (int turn = 0; 2 * turn < own; ++turn)
+                if (!f(i++, tiles, unit, step++, walk.chunk(warp, turn, 0), min(2, own - 2 * turn))) return;
+        }
+    }
 }
 
-__device__ __forceinline__ void copy_tokens(const Ring& ring, int slot, const Along& at) {
-    if (lane_index() > 0) return;
-    const char* from =
-        (const char*)at.work->x + ((size_t)at.step * at.work->padded() + at.unit.first_token) * COLUMN_BYTES;
-    bulk_load(ring.stages + slot * STAGE, from, at.tokens() * COLUMN_BYTES, &ring.full[slot]);
-}
-
-/* By each of the COPIERS warps, which take the steps in turn. Weights are asked for before the kernel ahead
+/* By each of the COPIERS warps, for its row tiles and its part of the tokens: lane 2 t + h orders half h of
+ * tile t. What is not there is not copied, and nobody reads it. Weights are asked for before the kernel ahead
  * has ended. */
 template <class Matrix>
 __device__ __forceinline__ void copy_all(const Work& work, const Share& share, const Ring& ring,
                                          const Matrix& matrix) {
-    const int first = warp_index() - CONSUMERS / 32;
-    Along at(work, share);
-    at.advance(first);
-    for (int i = first; i < STAGES && at.is_there(); i += COPIERS, at.advance(COPIERS))
-        copy_weights(ring, i, at, matrix);
-    griddep_wait();
-    at = Along(work, share);
-    at.advance(first);
-    for (int i = first; at.is_there(); i += COPIERS, at.advance(COPIERS)) {
-        const int slot = i % STAGES;
-        if (i >= STAGES) {
-            mbarrier_wait(&ring.empty[slot], i / STAGES - 1 & 1);
-            copy_weights(ring, slot, at, matrix);
+    constexpr int OWN = WEIGHT_TILES / COPIERS;
+    const int copier = __shfl_sync(FULL_WARP, warp_index(), 0) - CONSUMERS / 32;
+    auto tokens_of = [&](const Unit& unit) { return min(TOKENS, work.padded() - unit.first_token) / COPIERS; };
+    auto copy_weights = [&](int slot, const RowTiles& tiles, const Unit& unit, int chunk, int halves) {
+        const int there = min(OWN, tiles.count - copier * OWN);
+        mbarrier_arrive_expect(&ring.full[slot],
+                               max(0, there) * halves * CHUNK_BYTES + tokens_of(unit) * COLUMN_BYTES);
+        char* to = ring.stages + slot * STAGE + TOKEN_BYTES + copier * OWN * TILE_BYTES;
+        const char* from =
+            tiles.first + copier * OWN * tile_bytes(work.cols) + (size_t)chunk * CHUNK_BYTES;
+#pragma unroll
+        for (int tile = 0; tile < OWN; ++tile) {
+            if (tile < there) bulk_load(to, from, CHUNK_BYTES, &ring.full[slot]);
+            if (tile < there && halves == 2)
+                bulk_load(to + CHUNK_BYTES, from + TREE_WARPS * CHUNK_BYTES, CHUNK_BYTES, &ring.full[slot]);
+            to += TILE_BYTES, from += tile_bytes(work.cols);
         }
-        copy_tokens(ring, slot, at);
-    }
+    };
+    each_step(work, share, matrix,
+              [&](int i, const RowTiles& tiles, const Unit& unit, int, int chunk, int halves) {
+                  if (i == STAGES) return false;
+                  if (elect_one()) copy_weights(i, tiles, unit, chunk, halves);
+                  return true;
+              });
+    griddep_wait();
+    int slot = 0, parity = 1;
+    each_step(work, share, matrix,
+              [&](int i, const RowTiles& tiles, const Unit& unit, int step, int chunk, int halves) {
+                  if (i >= STAGES) mbarrier_wait(&ring.empty[slot], parity);
+                  if (elect_one()) {
+                      if (i >= STAGES) copy_weights(slot, tiles, unit, chunk, halves);
+                      const int count = tokens_of(unit), first = unit.first_token + copier * count;
+                      bulk_load(ring.stages + slot * STAGE + copier * count * COLUMN_BYTES,
+                                (const char*)work.x + ((size_t)step * work.padded() + first) * COLUMN_BYTES,
+                                count * COLUMN_BYTES, &ring.full[slot]);
+                  }
+                  if (++slot == STAGES) slot = 0, parity ^= 1;
+                  return true;
+              });
     griddep_launch();
 }
 
@@ -192,33 +167,59 @@ struct Reading {
     }
 };
 
-/* A warp's chunks of the tree in acc, then upon sums. No product stands in a branch inside the loop over
- * steps: ptxas would wait for each before the next. */
-__device__ __forceinline__ void add_warp(float (&sums)[SUMS], float (&acc)[SUMS], int own, const Ring& ring,
-                                         Reading& at) {
-    Half first, second;
-    auto begin = [&](bool has_before) {  // a step: its first half
+/* The weights of a step in registers. */
+struct Step {
+    Half halves[2];
+
+    __device__ __forceinline__ void load(const Ring& ring, const Reading& at, int chunks) {
         const char* stage = ring.stages + at.slot * STAGE;
         mbarrier_wait(&ring.full[at.slot], at.parity);
-        first.load(stage, 0);
-        first.multiply(acc, stage, 0);
-        halves_wait<1>();
-        if (has_before) give_back(ring, at.before());
-        return stage;
-    };
-#pragma unroll 1
-    for (int turn = 0; turn < own / 2; ++turn) {
-        const char* stage = begin(turn > 0);
-        second.load(stage, 1);
-        second.multiply(acc, stage, 1);
-        halves_wait<1>();
-        at.advance();
+        halves[0].load(stage, 0);
+        if (chunks > 1) halves[1].load(stage, 1);
     }
-    if (own % 2) begin(own > 1), at.advance();
-    halves_wait<0>();
-    if (own > 0) give_back(ring, at.before());
+};
+
+/* A warp's chunks of the tree in acc, then upon sums: `own` of them, the first step's weights in `now`, where
+ * afterwards those of the next warp are, which has next_own. A step's weights come to registers while the step
+ * before is multiplied. No product stands in a branch inside the loop over steps: ptxas would wait for each
+ * before the next. */
+__device__ __forceinline__ void add_warp(float (&sums)[SUMS], float (&acc)[SUMS], int own, int next_own,
+                                         const Ring& ring, Reading& at, Step& now) {
+    Step other;
+    auto multiply = [&](const Step& step, Step& next, bool is_first, int chunks, int left) {
+        const char* stage = ring.stages + at.slot * STAGE;
+        step.halves[0].multiply(acc, stage, 0, !is_first);
+        if (chunks == 2) step.halves[1].multiply(acc, stage, 1);
+        chunks == 2 ? halves_wait<2>() : halves_wait<1>();  // for the step before
+        if (!is_first) give_back(ring, at.before());
+        at.advance();
+        if (left == 0) left = next_own;
+        if (left > 0) next.load(ring, at, left);
+    };
+    if (own == 1) {
+        multiply(now, other, true, 1, 0);
+        halves_wait<0>();
+        now = other;
+    } else {
+        multiply(now, other, true, 2, own -= 2);
+#pragma unroll 1
+        for (; own >= 4; own -= 4) {
+            multiply(other, now, false, 2, own - 2);
+            multiply(now, other, false, 2, own - 4);
+        }
+        if (own == 1) {
+            multiply(other, now, false, 1, 0);
+            halves_wait<0>();
+        } else {
+            if (own >= 2) multiply(other, now, false, 2, own - 2);
+            if (own == 3) multiply(now, other, false, 1, 0);
+            halves_wait<0>();
+            if (own != 2) now = other;
+        }
+    }
+    give_back(ring, at.before());
 #pragma unroll
-    for (int i = 0; i < SUMS; ++i) sums[i] += acc[i], acc[i] = 0.f;
+    for (int i = 0; i < SUMS; ++i) sums[i] += acc[i];
     halves_pin(acc);
 }
 
@@ -257,7 +258,8 @@ struct HandOver {
 template <class Sink>
 __device__ __forceinline__ void sum_all(const Work& work, const Share& share, const Ring& ring,
                                         const Sink& sink) {
-    float acc[SUMS] = {};
+    float acc[SUMS];
+    Step now;
     Reading at;
     griddep_wait();  // for what was handed over in the launch before, and for sinks
     for (int i = 0; i < share.pieces(); ++i) {
@@ -266,8 +268,14 @@ __device__ __forceinline__ void sum_all(const Work& work, const Share& share, co
         const Walk walk(work.cols, unit.slice);
         float sums[SUMS] = {};
         if (piece.from > 0) HandOver(work, blockIdx.x - 1).take(sums);
+        int own = walk.own(piece.from);
+        if (own > 0) now.load(ring, at, own);
 #pragma unroll 1
-        for (int warp = piece.from; warp < piece.to; ++warp) add_warp(sums, acc, walk.own(warp), ring, at);
+        for (int warp = piece.from + 1; own > 0; ++warp) {
+            const int next = warp < piece.to ? walk.own(warp) : 0;
+            add_warp(sums, acc, own, next, ring, at, now);
+            own = next;
+        }
         if (piece.to < TREE_WARPS)
             HandOver(work, blockIdx.x).give(sums);
         else
@@ -303,7 +311,7 @@ __device__ __forceinline__ void wide(const Work& work, const Matrix& matrix, con
     extern __shared__ __align__(1024) char dynamic[];  // RING bytes, then barriers
     const Ring ring(dynamic, RING);
     const Share share(work);
-    if (threadIdx.x == 0) ring.open();
+    if (threadIdx.x == 0) ring.open(COPIERS);
     __syncthreads();
     if (warp_index() >= CONSUMERS / 32) {
 #ifdef WGMMA

@@ -14,8 +14,10 @@ void wgmma_wait(EMULATE_SITE) {
 }
 
 template <int Sums>
-void wgmma(float (&d)[Sums], const uint4& a, u64 b, EMULATE_SITE) {
+void wgmma(float (&d)[Sums], const uint4& a, u64 b, bool is_upon = true, EMULATE_SITE) {
     static_assert(Sums == 32 || Sums == 64 || Sums == 128);
+    if (!is_upon)
+        for (float& sum : d) sum = 0.f;
     emulate::wgmma(d, Sums, &a.x, 0, b, false, site);
 }
 

@@ -14,6 +14,7 @@ from . import COUNTERS, split
 from .packed import PAIRED, are_packed, has_room, head_size_define, rows_of, tiles_of
 from .prefill import frame_of
 
+EXTRA = {}
 ROWS = 512  # of one pass
 MOST_OUTPUTS = 8192  # of rows that are normed as wholes
 # (tokens, row tiles of weights, stages) of a block -> us of a step of 64 inputs and of a unit's end, on an
@@ -157,6 +158,7 @@ def frame(backend, laid, file, kernel, args, outputs, defines=None):
     units = -(-laid.rows // tokens) * groups_of(tile, *outputs) * laid.cut.slices
     shared = stages * (STAGE_K * 2 * (tokens + split.TILE * tiles) + 16)
     names = dict(zip(("TOKENS", "WEIGHT_TILES", "STAGES"), tile, strict=True)) | (defines or {})
+    names |= EXTRA
     names |= {"WGMMA": 1} if frame_of(backend) == "wgmma" else {}
     blocks = min(units, backend.sms)  # they wait for each other: the card holds one a multiprocessor
     run(backend, laid.cut, file, kernel, blocks, 32 * tiles + 128, args, names, shared)
