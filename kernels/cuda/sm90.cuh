@@ -12,6 +12,14 @@ __device__ __forceinline__ u32 shared_address(const void* pointer) {
     return (u32)__cvta_generic_to_shared(pointer);
 }
 
+/* The same pointer, whose address stays in a register: else it is worked out anew in each turn of a loop. */
+template <class T>
+__device__ __forceinline__ T* kept_shared(T* pointer) {
+    u32 address = shared_address(pointer);
+    asm volatile("" : "+r"(address));
+    return (T*)__cvta_shared_to_generic(address);
+}
+
 // ---- loads ----
 
 /* 16 bytes that are read once: keep them out of L1, fetch 256-byte sectors of L2. For memory that nobody
@@ -202,7 +210,8 @@ __device__ __forceinline__ bool mbarrier_try_wait_cluster(u64* barrier, u32 pari
 /* True in one lane of a warp that is together here: copies in such a branch need no loop over lanes. */
 __device__ __forceinline__ bool elect_one() {
     u32 is_elected;
-    asm volatile("{\n .reg .pred p;\n elect.sync _|p, 0xffffffff;\n selp.u32 %0, 1, 0, p;\n}" : "=r"(is_elected));
+    asm volatile("{\n .reg .pred p;\n elect.sync _|p, 0xffffffff;\n selp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(is_elected));
     return is_elected;
 }
 

@@ -20,14 +20,20 @@ struct Walk {
 
     __device__ __forceinline__ Walk(int cols, int slice) {
         const int chunks = (cols + 31) / 32;
-        int end = 0;
-        for (int s = 0; s <= slice; ++s) {
-            begin = chunks * s / TREE_SLICES;
-            const int count = chunks * (s + 1) / TREE_SLICES - begin;
-            each = count / TREE_WARPS, more = count % TREE_WARPS;
-            long_steps = (each + 2) / 2, short_steps = (each + 1) / 2;
-            base = end, end += more * long_steps + (TREE_WARPS - more) * short_steps;
-        }
+        base = 0;
+        for (int s = 0; s < slice; ++s) look_at(chunks, s), base += steps();
+        look_at(chunks, slice);
+    }
+
+    __device__ __forceinline__ void look_at(int chunks, int slice) {
+        begin = chunks * slice / TREE_SLICES;
+        const int count = chunks * (slice + 1) / TREE_SLICES - begin;
+        each = count / TREE_WARPS, more = count % TREE_WARPS;
+        long_steps = (each + 2) / 2, short_steps = (each + 1) / 2;
+    }
+
+    __device__ __forceinline__ int steps() const {
+        return more * long_steps + (TREE_WARPS - more) * short_steps;
     }
 
     __device__ __forceinline__ int own(int warp) const { return each + (warp < more); }

@@ -68,24 +68,27 @@ __device__ __forceinline__ void wgmma_wait() {
  * rows 16w .. 16w+15 of A and d, each as in mma_bf16: d[4i..4i+3] are columns 8i .. 8i+7. b: wgmma_columns.
  * is_upon: false: d = A * B. */
 __device__ __forceinline__ void wgmma(float (&d)[32], const uint4& a, u64 b, bool is_upon = true) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" D0
-                 "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}"
-                 : THIRTY_TWO(0)
-                 : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"((int)is_upon));
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" D0
+        "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}"
+        : THIRTY_TWO(0)
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"((int)is_upon));
 }
 
 __device__ __forceinline__ void wgmma(float (&d)[64], const uint4& a, u64 b, bool is_upon = true) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" D0 ", " D32
-                 "}, {%64, %65, %66, %67}, %68, p, 1, 1, 0;\n}"
-                 : THIRTY_TWO(0), THIRTY_TWO(32)
-                 : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"((int)is_upon));
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" D0
+        ", " D32 "}, {%64, %65, %66, %67}, %68, p, 1, 1, 0;\n}"
+        : THIRTY_TWO(0), THIRTY_TWO(32)
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"((int)is_upon));
 }
 
 __device__ __forceinline__ void wgmma(float (&d)[128], const uint4& a, u64 b, bool is_upon = true) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %133, 0;\nwgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" D0 ", " D32 ", " D64 ", " D96
-                 "}, {%128, %129, %130, %131}, %132, p, 1, 1, 0;\n}"
-                 : THIRTY_TWO(0), THIRTY_TWO(32), THIRTY_TWO(64), THIRTY_TWO(96)
-                 : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"((int)is_upon));
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %133, 0;\nwgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
+        "{" D0 ", " D32 ", " D64 ", " D96 "}, {%128, %129, %130, %131}, %132, p, 1, 1, 0;\n}"
+        : THIRTY_TWO(0), THIRTY_TWO(32), THIRTY_TWO(64), THIRTY_TWO(96)
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"((int)is_upon));
 }
 
 #define TWO_TILES(i)                                                                                  \

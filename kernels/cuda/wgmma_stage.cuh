@@ -19,11 +19,12 @@ struct Ring {
     u64 *full, *empty;
 
     __device__ __forceinline__ Ring(char* shared, int bytes)
-        : stages(shared), full((u64*)(shared + bytes)), empty(full + STAGES) {}
+        : stages(kept_shared(shared)), full((u64*)(stages + bytes)), empty(full + STAGES) {}
 
     /* By thread 0, before a barrier of the block. fillers: warps that copy. */
     __device__ __forceinline__ void open(int fillers = 1) const {
-        for (int s = 0; s < STAGES; ++s) mbarrier_init(&full[s], fillers), mbarrier_init(&empty[s], CONSUMERS);
+        for (int s = 0; s < STAGES; ++s)
+            mbarrier_init(&full[s], fillers), mbarrier_init(&empty[s], CONSUMERS);
         mbarrier_fence_init();
     }
 };
@@ -45,10 +46,10 @@ struct Half {
     __device__ __forceinline__ void multiply(float (&acc)[TOKENS / 2], const char* stage, int half,
                                              bool is_upon = true) const {
 #ifdef WGMMA
-        const u64 tokens = wgmma_columns(stage) + 4 * half;  // in 16 bytes
+        const u64 tokens = wgmma_columns(stage) | 4 * half;  // in 16 bytes, of 1024
         wgmma_fence();
         wgmma(acc, a[0], tokens, is_upon);
-        wgmma(acc, a[1], tokens + 2);
+        wgmma(acc, a[1], tokens | 2);
         wgmma_commit();
 #else
         const int row = lane_index() % 8,
@@ -66,18 +67,14 @@ struct Half {
     }
 };
 
-/* Until at most `Left` of the newest halves are under way, and what is between sums and products. */
+/* Until no half is under way, and what is between sums and products. */
 #ifdef WGMMA
-template <int Left>
-__device__ __forceinline__ void halves_wait() {
-    wgmma_wait<Left>();
-}
+__device__ __forceinline__ void halves_wait() { wgmma_wait<0>(); }
 template <int Count>
 __device__ __forceinline__ void halves_pin(float (&d)[Count]) {
     wgmma_pin(d);
 }
 #else
-template <int>
 __device__ __forceinline__ void halves_wait() {}
 template <int Count>
 __device__ __forceinline__ void halves_pin(float (&)[Count]) {}

@@ -21,12 +21,13 @@
 #include "tree.cuh"
 #include "wgmma_stage.cuh"
 
-// Warps, in turn: to order a stage's 17 copies takes one longer than to multiply it.
+// Warps: to order a stage's 17 or more copies takes one longer than to multiply it.
 constexpr int COPIERS = 4;
 constexpr int THREADS = CONSUMERS + 32 * COPIERS;
-#ifdef WGMMA  // where two warpgroups compute 128 tokens, or three 64, they take what the copying one leaves
+#ifdef WGMMA  // registers of a thread that computes, and of one that copies
+constexpr int LEFT = TOKENS == 128 && WEIGHT_TILES == 12 ? 32 : 56;
+constexpr int TAKEN = WEIGHT_TILES == 12 ? (512 - LEFT) / 3 / 8 * 8 : 224;
 constexpr bool TAKES_MORE = WEIGHT_TILES == 12 || (TOKENS == 128 && WEIGHT_TILES == 8);
-constexpr int TAKEN = WEIGHT_TILES == 12 ? 144 : 224, LEFT = WEIGHT_TILES == 12 ? 80 : 56;
 #endif
 constexpr int RING = STAGES * STAGE;
 constexpr int SUMS = TOKENS / 2;  // of a lane
@@ -89,8 +90,8 @@ struct RowTiles {
     int count;
 };
 
-/* f(i, tiles, unit, step, chunk) for steps of a block's share in order, until it gives false. step: of tokens;
- * chunk: the first of its two, TREE_WARPS before the other; halves: how many there are. */
+/* f(i, tiles, unit, step, chunk, halves) for the steps of a block's share in order, until it gives false.
+ * step: of tokens; chunk: the first of its two, TREE_WARPS before the other; halves: how many there are. */
 template <class Matrix, class F>
 __device__ __forceinline__ void each_step(const Work& work, const Share& share, const Matrix& matrix,
                                           const F& f) {
@@ -109,22 +110,32 @@ __device__ __forceinline__ void each_step(const Work& work, const Share& share, 
     }
 }
 
-/* By each of the COPIERS warps, for its row tiles and its part of the tokens: lane 2 t + h orders half h of
- * tile t. What is not there is not copied, and nobody reads it. Weights are asked for before the kernel ahead
- * has ended. */
+/* A stage of the ring, and the parity of its barrier that is waited for. */
+struct Slot {
+    int index, parity;
+
+    __device__ __forceinline__ void advance() {
+        if (++index == STAGES) index = 0, parity ^= 1;
+    }
+};
+
+/* By each of the COPIERS warps, for its part of a stage's row tiles and tokens, all ordered by one lane. What
+ * is not there is not copied, and nobody reads it. Weights are asked for before the kernel ahead has ended.
+ */
 template <class Matrix>
 __device__ __forceinline__ void copy_all(const Work& work, const Share& share, const Ring& ring,
                                          const Matrix& matrix) {
     constexpr int OWN = WEIGHT_TILES / COPIERS;
     const int copier = __shfl_sync(FULL_WARP, warp_index(), 0) - CONSUMERS / 32;
-    auto tokens_of = [&](const Unit& unit) { return min(TOKENS, work.padded() - unit.first_token) / COPIERS; };
+    auto tokens_of = [&](const Unit& unit) {
+        return min(TOKENS, work.padded() - unit.first_token) / COPIERS;
+    };
     auto copy_weights = [&](int slot, const RowTiles& tiles, const Unit& unit, int chunk, int halves) {
         const int there = min(OWN, tiles.count - copier * OWN);
         mbarrier_arrive_expect(&ring.full[slot],
                                max(0, there) * halves * CHUNK_BYTES + tokens_of(unit) * COLUMN_BYTES);
         char* to = ring.stages + slot * STAGE + TOKEN_BYTES + copier * OWN * TILE_BYTES;
-        const char* from =
-            tiles.first + copier * OWN * tile_bytes(work.cols) + (size_t)chunk * CHUNK_BYTES;
+        const char* from = tiles.first + copier * OWN * tile_bytes(work.cols) + (size_t)chunk * CHUNK_BYTES;
 #pragma unroll
         for (int tile = 0; tile < OWN; ++tile) {
             if (tile < there) bulk_load(to, from, CHUNK_BYTES, &ring.full[slot]);
@@ -140,84 +151,50 @@ __device__ __forceinline__ void copy_all(const Work& work, const Share& share, c
                   return true;
               });
     griddep_wait();
-    int slot = 0, parity = 1;
+    Slot at{0, 1};  // the first round of the ring waits for nobody
     each_step(work, share, matrix,
               [&](int i, const RowTiles& tiles, const Unit& unit, int step, int chunk, int halves) {
-                  if (i >= STAGES) mbarrier_wait(&ring.empty[slot], parity);
+                  if (i >= STAGES) mbarrier_wait(&ring.empty[at.index], at.parity);
                   if (elect_one()) {
-                      if (i >= STAGES) copy_weights(slot, tiles, unit, chunk, halves);
+                      if (i >= STAGES) copy_weights(at.index, tiles, unit, chunk, halves);
                       const int count = tokens_of(unit), first = unit.first_token + copier * count;
-                      bulk_load(ring.stages + slot * STAGE + copier * count * COLUMN_BYTES,
+                      bulk_load(ring.stages + at.index * STAGE + copier * count * COLUMN_BYTES,
                                 (const char*)work.x + ((size_t)step * work.padded() + first) * COLUMN_BYTES,
-                                count * COLUMN_BYTES, &ring.full[slot]);
+                                count * COLUMN_BYTES, &ring.full[at.index]);
                   }
-                  if (++slot == STAGES) slot = 0, parity ^= 1;
+                  at.advance();
                   return true;
               });
     griddep_launch();
 }
 
-/* The stage that is read next. */
-struct Reading {
-    int slot = 0, parity = 0;
-
-    __device__ __forceinline__ int before() const { return (slot ? slot : STAGES) - 1; }
-    __device__ __forceinline__ void advance() {
-        if (++slot == STAGES) slot = 0, parity ^= 1;
-    }
-};
-
-/* The weights of a step in registers. */
-struct Step {
-    Half halves[2];
-
-    __device__ __forceinline__ void load(const Ring& ring, const Reading& at, int chunks) {
-        const char* stage = ring.stages + at.slot * STAGE;
-        mbarrier_wait(&ring.full[at.slot], at.parity);
-        halves[0].load(stage, 0);
-        if (chunks > 1) halves[1].load(stage, 1);
-    }
-};
-
-/* A warp's chunks of the tree in acc, then upon sums: `own` of them, the first step's weights in `now`, where
- * afterwards those of the next warp are, which has next_own. A step's weights come to registers while the step
- * before is multiplied. No product stands in a branch inside the loop over steps: ptxas would wait for each
- * before the next. */
-__device__ __forceinline__ void add_warp(float (&sums)[SUMS], float (&acc)[SUMS], int own, int next_own,
-                                         const Ring& ring, Reading& at, Step& now) {
-    Step other;
-    auto multiply = [&](const Step& step, Step& next, bool is_first, int chunks, int left) {
-        const char* stage = ring.stages + at.slot * STAGE;
-        step.halves[0].multiply(acc, stage, 0, !is_first);
-        if (chunks == 2) step.halves[1].multiply(acc, stage, 1);
-        chunks == 2 ? halves_wait<2>() : halves_wait<1>();  // for the step before
-        if (!is_first) give_back(ring, at.before());
+/* A warp's chunks of the tree in acc, then upon sums. While one warpgroup waits, for its weights or for its
+ * products, the others multiply. No product stands in a branch inside the loop over steps: ptxas would wait
+ * for each before the next. */
+__device__ __forceinline__ void add_warp(float (&sums)[SUMS], float (&acc)[SUMS], int own, const Ring& ring,
+                                         Slot& at) {
+    auto multiply = [&](bool is_first, int chunks) {
+        const char* stage = ring.stages + at.index * STAGE;
+        Half halves[2];
+        mbarrier_wait(&ring.full[at.index], at.parity);
+#pragma unroll
+        for (int half = 0; half < chunks; ++half) halves[half].load(stage, half);
+#pragma unroll
+        for (int half = 0; half < chunks; ++half)
+            halves[half].multiply(acc, stage, half, half > 0 || !is_first);
+        halves_wait();
+        give_back(ring, at.index);
         at.advance();
-        if (left == 0) left = next_own;
-        if (left > 0) next.load(ring, at, left);
     };
-    if (own == 1) {
-        multiply(now, other, true, 1, 0);
-        halves_wait<0>();
-        now = other;
+    if (own < 2) {
+        if (own == 0) return;
+        multiply(true, 1);
     } else {
-        multiply(now, other, true, 2, own -= 2);
+        multiply(true, 2);
 #pragma unroll 1
-        for (; own >= 4; own -= 4) {
-            multiply(other, now, false, 2, own - 2);
-            multiply(now, other, false, 2, own - 4);
-        }
-        if (own == 1) {
-            multiply(other, now, false, 1, 0);
-            halves_wait<0>();
-        } else {
-            if (own >= 2) multiply(other, now, false, 2, own - 2);
-            if (own == 3) multiply(now, other, false, 1, 0);
-            halves_wait<0>();
-            if (own != 2) now = other;
-        }
+        for (own -= 2; own >= 2; own -= 2) multiply(false, 2);
+        if (own > 0) multiply(false, 1);
     }
-    give_back(ring, at.before());
 #pragma unroll
     for (int i = 0; i < SUMS; ++i) sums[i] += acc[i];
     halves_pin(acc);
@@ -259,49 +236,56 @@ template <class Sink>
 __device__ __forceinline__ void sum_all(const Work& work, const Share& share, const Ring& ring,
                                         const Sink& sink) {
     float acc[SUMS];
-    Step now;
-    Reading at;
+    Slot at{0, 0};
     griddep_wait();  // for what was handed over in the launch before, and for sinks
     for (int i = 0; i < share.pieces(); ++i) {
         const Piece piece = share.piece(i);
-        const Unit unit(work, piece.unit);
-        const Walk walk(work.cols, unit.slice);
+        const Walk walk(work.cols, Unit(work, piece.unit).slice);
         float sums[SUMS] = {};
         if (piece.from > 0) HandOver(work, blockIdx.x - 1).take(sums);
-        int own = walk.own(piece.from);
-        if (own > 0) now.load(ring, at, own);
 #pragma unroll 1
-        for (int warp = piece.from + 1; own > 0; ++warp) {
-            const int next = warp < piece.to ? walk.own(warp) : 0;
-            add_warp(sums, acc, own, next, ring, at, now);
-            own = next;
-        }
+        for (int warp = piece.from; warp < piece.to; ++warp) add_warp(sums, acc, walk.own(warp), ring, at);
         if (piece.to < TREE_WARPS)
             HandOver(work, blockIdx.x).give(sums);
         else
-            sink(unit, sums);
+            sink(Unit(work, opaque(piece.unit)), sums);
     }
 }
 
-/* For sinks: f(column, low, high) for each token column of a lane's sums, of output rows lane / 4 and 8 on.
- */
+/* For sinks: f(k, column, low, high) for each token column of a lane's sums, of output rows lane / 4 and 8
+ * on. The k-th is offset(k) columns behind the first. */
+__device__ __forceinline__ constexpr int offset(int k) { return 8 * (k / 2) + k % 2; }
+
 template <class F>
 __device__ __forceinline__ void each_column(const float (&sums)[SUMS], const F& f) {
 #pragma unroll
-    for (int i = 0; i < SUMS; i += 4)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) f(2 * i + 2 * (lane_index() % 4) + e, sums[i + e], sums[i + e + 2]);
+    for (int k = 0; k < SUMS / 2; ++k) {
+        const int low = 2 * k - k % 2;
+        f(k, 2 * (lane_index() % 4) + offset(k), sums[low], sums[low + 2]);
+    }
 }
 
-/* f(token, low, high) for each that there is, times its scale, where there are scales. */
+/* The scale of each column; 1 without scales, and where there is no token. */
+struct Scales {
+    float of[SUMS / 2];
+
+    __device__ __forceinline__ Scales(const Unit& unit, int rows, const float* scale) {
+        const int first = unit.first_token + 2 * (lane_index() % 4);
+#pragma unroll
+        for (int k = 0; k < SUMS / 2; ++k)  // all loads are under way together
+            of[k] = scale && first + offset(k) < rows ? __ldg(scale + first + offset(k)) : 1.f;
+    }
+};
+
+/* f(at, low, high) for each token that there is, at = its row * stride, times its scale. */
 template <class F>
-__device__ __forceinline__ void each_token(const Unit& unit, int rows, const float* scale,
+__device__ __forceinline__ void each_token(const Unit& unit, int rows, const float* scale, int stride,
                                            const float (&sums)[SUMS], const F& f) {
-    each_column(sums, [&](int column, float low, float high) {
-        const int token = unit.first_token + column;
-        if (token >= rows) return;
-        const float r = scale ? scale[token] : 1.f;
-        f(token, low * r, high * r);
+    const Scales scales(unit, rows, scale);
+    const int first = unit.first_token + 2 * (lane_index() % 4), there = rows - first;
+    const size_t at = (size_t)first * stride;
+    each_column(sums, [&](int k, int, float low, float high) {
+        if (offset(k) < there) f(at + (size_t)offset(k) * stride, low * scales.of[k], high * scales.of[k]);
     });
 }
 

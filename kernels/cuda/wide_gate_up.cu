@@ -19,13 +19,13 @@ struct Gated {
     __device__ __forceinline__ void operator()(const Unit& unit, const float (&sums)[SUMS]) const {
         const int f = unit.group * OUTPUTS / 2 + 8 * warp_index() + lane_index() / 4;
         if (f >= ffn) return;
-        each_token(unit, rows, scale, sums, [&](int token, float gate, float up) {
-            h[(size_t)token * ffn + f] = to_bf16(activate(ACT, gate, up, 0.f, 0.f));
+        each_token(unit, rows, scale, ffn, sums, [&](size_t at, float gate, float up) {
+            h[at + f] = to_bf16(activate(ACT, gate, up, 0.f, 0.f));
         });
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     wide_gate_up(const u16* w, const bf16* x, const float* scale, bf16* h, u32* counters, float* handed,
                  int rows, int cols, int ffn) {
     const int outputs = (ffn + 7) / 8 * 16;

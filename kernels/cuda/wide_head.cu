@@ -26,13 +26,12 @@ struct KeepTop {
 
     __device__ __forceinline__ void operator()(const Unit& unit, const float (&sums)[SUMS]) const {
         const int n = unit.group * OUTPUTS + 16 * warp_index() + lane_index() / 4;
+        const Scales scales(unit, rows, scale);
         named_barrier_sync(1, CONSUMERS);  // the unit before has been read
-        each_column(sums, [&](int column, float low, float high) {
-            const int token = unit.first_token + column;
-            const float r = token < rows ? scale[token] : 0.f;
+        each_column(sums, [&](int k, int column, float low, float high) {
             Top<WITH_MARGIN> top;
-            if (n < limit) top.look_at(low * r, n);
-            if (n + 8 < limit) top.look_at(high * r, n + 8);
+            if (n < limit) top.look_at(low * scales.of[k], n);
+            if (n + 8 < limit) top.look_at(high * scales.of[k], n + 8);
             top.close();
 #pragma unroll
             for (int step = 4; step < 32; step *= 2) top.take_lane(step);  // the 8 lanes of this token
@@ -53,7 +52,7 @@ struct KeepTop {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     wide_head(const u16* w, const bf16* x, const float* scale, float2* bests, float* seconds, u32* counters,
               float* handed, int rows, int cols, int outputs, int limit) {
     __shared__ Candidates shared;

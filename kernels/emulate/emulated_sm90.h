@@ -122,6 +122,11 @@ inline void store_async(u32 to, const float4& v, u32 barrier, EMULATE_SITE) {
 inline bool mbarrier_try_wait_cluster(u64* barrier, u32 parity, EMULATE_SITE) {
     return emulate::mbarrier_test((uint64_t*)barrier, parity, site);
 }
+template <class T>
+T* kept_shared(T* pointer) {
+    return pointer;
+}
+
 inline bool elect_one() { return lane_index() == 0; }
 
 inline void bulk_load(void* shared, const void* global, u32 bytes, u64* barrier, EMULATE_SITE) {

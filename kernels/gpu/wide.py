@@ -14,23 +14,21 @@ from . import COUNTERS, split
 from .packed import PAIRED, are_packed, has_room, head_size_define, rows_of, tiles_of
 from .prefill import frame_of
 
-EXTRA = {}
 ROWS = 512  # of one pass
 MOST_OUTPUTS = 8192  # of rows that are normed as wholes
 # (tokens, row tiles of weights, stages) of a block -> us of a step of 64 inputs and of a unit's end, on an
 # H200 (bench/results/wide-h200.json); the bits are the same in all, and in both frames of prefill.py.
 TILES = {
     "wgmma": {
-        (64, 4, 12): (0.33, 3), (64, 8, 8): (0.42, 4), (64, 12, 6): (0.58, 4),
-        (128, 4, 8): (0.44, 4), (128, 8, 6): (0.54, 5),
+        (64, 4, 12): (0.29, 0.3), (64, 8, 8): (0.355, 1.7), (64, 12, 6): (0.42, 6),
+        (128, 8, 6): (0.42, 5.5), (128, 12, 5): (0.5, 10.5),
     },
     "mma": {(64, 8, 8): (0.42, 4), (128, 4, 8): (0.44, 4)},
 }  # fmt: skip
-ONE_SLICE = (64, 12, 6)  # spills where there are more
 STAGE_K = 64  # inputs of a step
 MOST_WARPS = 16  # of a cut
 LAID_AT_ONCE = 4  # chunks of a thread of lay_wide.cu
-MOST_SUMS = 128 * 8 * split.TILE  # f32 that a block hands over
+MOST_SUMS = 128 * 12 * split.TILE  # f32 that a block hands over
 
 
 def take(backend, row, args):
@@ -64,7 +62,7 @@ def choose(sms, rows, outputs, cut, cols, kind="wgmma"):
         units = -(-rows // tokens) * -(-outputs // (split.TILE * tiles)) * cut.slices
         return max(1, units / sms) * (steps(cols, cut) / cut.slices * step + end)
 
-    return min((tile for tile in TILES[kind] if tile != ONE_SLICE or cut.slices == 1), key=cost)
+    return min(TILES[kind], key=cost)
 
 
 def _up(count):
@@ -158,7 +156,6 @@ def frame(backend, laid, file, kernel, args, outputs, defines=None):
     units = -(-laid.rows // tokens) * groups_of(tile, *outputs) * laid.cut.slices
     shared = stages * (STAGE_K * 2 * (tokens + split.TILE * tiles) + 16)
     names = dict(zip(("TOKENS", "WEIGHT_TILES", "STAGES"), tile, strict=True)) | (defines or {})
-    names |= EXTRA
     names |= {"WGMMA": 1} if frame_of(backend) == "wgmma" else {}
     blocks = min(units, backend.sms)  # they wait for each other: the card holds one a multiprocessor
     run(backend, laid.cut, file, kernel, blocks, 32 * tiles + 128, args, names, shared)
@@ -172,7 +169,7 @@ def product(backend, laid, w, v=None, y=None, scale=None, outputs=None):
     y, own = laid.rest if y is None else y, (outputs or w.rows, v.rows if v else 0)
     args = [
         w.data, v.data if v else None, laid.tokens, scale, y, laid.counters, laid.handed, laid.rows,
-        laid.cols, *own,
+        laid.cols, *own, groups_of(tile_of(backend, laid, sum(own)), *own),
     ]  # fmt: skip
     frame(backend, laid, "wide_sums.cu", "wide_sums", args, own)
     return y

@@ -109,7 +109,7 @@ def frames(arch):
     """Macros of the frame that a card has: for each tile, and trees of one slice and of several."""
     kind = "wgmma" if arch in HAS_WGMMA else "mma"
     for tile in wide.TILES[kind]:
-        for slices in (1, 4) if tile != wide.ONE_SLICE else (1,):
+        for slices in (1, 4):
             names = dict(zip(("TOKENS", "WEIGHT_TILES", "STAGES"), tile, strict=True))
             yield (
                 names | {"TREE_SLICES": slices, "TREE_WARPS": 12} | ({"WGMMA": 1} if kind == "wgmma" else {})
