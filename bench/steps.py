@@ -1,7 +1,7 @@
 """A step of several sequences at once, random weights of true shape: plain, and rounds of 4, 8 and 16 rows.
 
     python bench/steps.py [--shape qwen3-8b] [--lanes 1 4 16 64] [--widths 1 4 8 16] [--context 2048]
-        [--repeat 30] [--name steps-h200]
+        [--repeat 30] [--fp8 none] [--name steps-h200]
 
 A step is a whole round on the GPU as one graph: inject FRESH features a sequence, draft a block each, verify
 so many rows each, accept; width 1 is plain. Medians. Beside it the same with the skinny family alone, whose
@@ -16,7 +16,7 @@ from statistics import median
 import cupy
 import numpy as np
 import record
-from round import copy_bandwidth, device
+from round import FP8, copy_bandwidth, device
 from shapes import SHAPES, pass_bytes, random_engine, set_context
 
 import minidflash as md
@@ -60,13 +60,14 @@ def main():
     parser.add_argument("--widths", nargs="+", type=int, default=[1, 4, 8, 16])
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--repeat", type=int, default=30)
+    parser.add_argument("--fp8", default="none", choices=FP8, help="of the pair, whose weights are")
     parser.add_argument("--name", default="steps")
     args = parser.parse_args()
     ops = md.ops("cuda")
     bandwidth = copy_bandwidth(ops)
     print(f"copy {bandwidth / 1e12:.3f} TB/s", flush=True)
     room = args.context + 128
-    engine, _ = random_engine(ops, args.shape, room)
+    engine, _ = random_engine(ops, args.shape, room, fp8=FP8[args.fp8])
     block = engine.drafter.config.block
     held = hold(engine, Shape(max(args.lanes), room, block, True))
     fill(ops, held)
@@ -88,7 +89,13 @@ def main():
             found.append(one)
             print(one, flush=True)
     release(engine)
-    facts = {"shape": args.shape, "context": args.context, "fresh": FRESH, "copy_tb_per_s": bandwidth / 1e12}
+    facts = {
+        "shape": args.shape,
+        "fp8": args.fp8,
+        "context": args.context,
+        "fresh": FRESH,
+        "copy_tb_per_s": bandwidth / 1e12,
+    }
     print(record.write(args.name, {"steps": found}, **facts, **device(ops)))
 
 

@@ -65,7 +65,7 @@ class Bench:
             def call(w):
                 args = [w.data, *shared, out, laid.counters, laid.handed, rows, cols, outputs // 2]
                 wide.frame(
-                    self.backend, laid, "wide_gate_up.cu", "wide_gate_up", args, [outputs], {"ACT": SILU}
+                    self.backend, laid, "wide_gate_up.cu", "wide_gate_up", args, [outputs], w, {"ACT": SILU}
                 )
         elif name == "head":
             seconds, sizes = (
@@ -76,7 +76,7 @@ class Bench:
             def call(w):
                 args = [w.data, *shared, laid.rest, seconds, laid.counters, laid.handed, *sizes]
                 wide.frame(
-                    self.backend, laid, "wide_head.cu", "wide_head", args, [outputs], {"WITH_MARGIN": 0}
+                    self.backend, laid, "wide_head.cu", "wide_head", args, [outputs], w, {"WITH_MARGIN": 0}
                 )
         else:
 

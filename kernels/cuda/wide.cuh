@@ -168,23 +168,59 @@ __device__ __forceinline__ void copy_all(const Work& work, const Share& share, c
     griddep_launch();
 }
 
-/* A warp's chunks of the tree in acc, then upon sums. While one warpgroup waits, for its weights or for its
- * products, the others multiply. No product stands in a branch inside the loop over steps: ptxas would wait
- * for each before the next. */
-__device__ __forceinline__ void add_warp(float (&sums)[SUMS], float (&acc)[SUMS], int own, const Ring& ring,
-                                         Slot& at) {
+/* FP8: the scales of this lane's rows, of a chunk; else nothing. */
+struct TileScales {
+    const float2* of;  // of this warp's row tile: rows 0..7, rows 8..15
+
+    __device__ __forceinline__ TileScales(const RowTiles& tiles, int cols)
+        : of((const float2*)(tiles.first + min((int)warp_index(), tiles.count - 1) * tile_bytes(cols) +
+                             fp8_codes(cols))) {}
+
+    __device__ __forceinline__ float2 operator()(int chunk) const {
+        return __ldg(of + chunk / (SCALE_K / 32));
+    }
+};
+
+/* A warp's sums. FP8: those of a chunk are apart, and meet their scale in f32 (fp8.cuh). */
+struct WarpSums {
+    float acc[SUMS], part[SUMS];
+
+    /* A half's products. */
+    __device__ __forceinline__ void multiply(const Half& a, const char* stage, int half, bool is_first,
+                                             const float2& scale) {
+        if constexpr (!FP8) {
+            a.multiply(acc, stage, half, !is_first);
+        } else {
+            a.multiply(part, stage, half, false);
+            halves_wait();
+#pragma unroll
+            for (int i = 0; i < SUMS; ++i)
+                acc[i] = fmaf(i % 4 < 2 ? scale.x : scale.y, part[i], is_first ? 0.f : acc[i]);
+            halves_pin(part);
+        }
+    }
+};
+
+/* A warp's chunks of the tree, `own` of them from `first` on, then upon sums. While one warpgroup waits, for
+ * its weights or for its products, the others multiply. No product stands in a branch inside the loop over
+ * steps: ptxas would wait for each before the next. */
+__device__ __forceinline__ void add_warp(float (&sums)[SUMS], WarpSums& warp, int own, int first,
+                                         const TileScales& scales, const Ring& ring, Slot& at) {
     auto multiply = [&](bool is_first, int chunks) {
         const char* stage = ring.stages + at.index * STAGE;
         Half halves[2];
+        float2 scale[2]{};
+        for (int half = 0; FP8 && half < chunks; ++half) scale[half] = scales(first + half * TREE_WARPS);
         mbarrier_wait(&ring.full[at.index], at.parity);
 #pragma unroll
         for (int half = 0; half < chunks; ++half) halves[half].load(stage, half);
 #pragma unroll
         for (int half = 0; half < chunks; ++half)
-            halves[half].multiply(acc, stage, half, half > 0 || !is_first);
+            warp.multiply(halves[half], stage, half, half == 0 && is_first, scale[half]);
         halves_wait();
         give_back(ring, at.index);
         at.advance();
+        if (FP8) first += 2 * TREE_WARPS;
     };
     if (own < 2) {
         if (own == 0) return;
@@ -196,8 +232,8 @@ __device__ __forceinline__ void add_warp(float (&sums)[SUMS], float (&acc)[SUMS]
         if (own > 0) multiply(false, 1);
     }
 #pragma unroll
-    for (int i = 0; i < SUMS; ++i) sums[i] += acc[i];
-    halves_pin(acc);
+    for (int i = 0; i < SUMS; ++i) sums[i] += warp.acc[i];
+    halves_pin(warp.acc);
 }
 
 /* The sums of this warp in the workspace, and its counter. */
@@ -232,19 +268,22 @@ struct HandOver {
 };
 
 /* By the computing warpgroups. */
-template <class Sink>
+template <class Matrix, class Sink>
 __device__ __forceinline__ void sum_all(const Work& work, const Share& share, const Ring& ring,
-                                        const Sink& sink) {
-    float acc[SUMS];
+                                        const Matrix& matrix, const Sink& sink) {
+    WarpSums own;
     Slot at{0, 0};
     griddep_wait();  // for what was handed over in the launch before, and for sinks
     for (int i = 0; i < share.pieces(); ++i) {
         const Piece piece = share.piece(i);
-        const Walk walk(work.cols, Unit(work, piece.unit).slice);
+        const Unit unit(work, piece.unit);
+        const Walk walk(work.cols, unit.slice);
+        const TileScales scales(FP8 ? matrix(unit.group) : RowTiles{}, work.cols);
         float sums[SUMS] = {};
         if (piece.from > 0) HandOver(work, blockIdx.x - 1).take(sums);
 #pragma unroll 1
-        for (int warp = piece.from; warp < piece.to; ++warp) add_warp(sums, acc, walk.own(warp), ring, at);
+        for (int warp = piece.from; warp < piece.to; ++warp)
+            add_warp(sums, own, walk.own(warp), walk.begin + warp, scales, ring, at);
         if (piece.to < TREE_WARPS)
             HandOver(work, blockIdx.x).give(sums);
         else
@@ -306,7 +345,7 @@ __device__ __forceinline__ void wide(const Work& work, const Matrix& matrix, con
 #ifdef WGMMA
         if constexpr (TAKES_MORE) registers_take<TAKEN>();
 #endif
-        sum_all(work, share, ring, sink);
+        sum_all(work, share, ring, matrix, sink);
     }
 }
 

@@ -4,13 +4,13 @@ A pass of the skinny family (fast.py) holds 8 to 32 token rows; more rows read t
 pass of up to ROWS does: wide.cuh has the skinny family's tree of sums (tree.cuh), so that a row has the same
 bits in either. lay_wide lays tokens, the product leaves each slice's sums in the workspace, a kernel of its
 own ends the rows; where there is one slice, gate_up and head end in the product. A function declines, and
-fast.py's runs, where its own pass holds all rows, on FP8, and where K is no multiple of 8.
+fast.py's runs, where its own pass holds all rows, and where K is no multiple of 8.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
-from . import COUNTERS, split
+from . import COUNTERS, fp8, split
 from .packed import PAIRED, are_packed, has_room, head_size_define, rows_of, tiles_of
 from .prefill import frame_of
 
@@ -23,7 +23,7 @@ TILES = {
         (64, 4, 12): (0.29, 0.3), (64, 8, 8): (0.355, 1.7), (64, 12, 6): (0.42, 6),
         (128, 8, 6): (0.42, 5.5), (128, 12, 5): (0.5, 10.5),
     },
-    "mma": {(64, 8, 8): (0.42, 4), (128, 4, 8): (0.44, 4)},
+    "mma": {(64, 4, 12): (0.33, 3), (64, 8, 8): (0.42, 4), (128, 4, 8): (0.44, 4)},
 }  # fmt: skip
 STAGE_K = 64  # inputs of a step
 MOST_WARPS = 16  # of a cut
@@ -42,10 +42,17 @@ def is_allowed(backend):
     return backend.wide and backend.activations == "bf16"
 
 
+def cut_of(backend, *weights, whole=False):
+    """The Split by which the skinny family sums a product of one matrix or two."""
+    cols = weights[0].cols
+    cut = split.choose(sum(w.rows for w in weights), cols, backend.sms, whole)
+    return fp8.recut(cut, cols) if weights[0].dtype == "fp8" else cut
+
+
 def is_wide(cut, rows, is_normed, *weights):
     """Whether the skinny family would read these weights more than once, and this one can."""
-    cols = weights[0].cols
-    is_read = all(w.dtype == "bf16" for w in weights) and cols % 8 == 0
+    (dtype, *others), cols = {w.dtype for w in weights}, weights[0].cols
+    is_read = dtype in ("bf16", "fp8") and not others and cols % 8 == 0
     return is_read and rows > cut.most_rows(cols, is_normed)
 
 
@@ -54,7 +61,13 @@ def passes(rows):
     return [(slice(at, min(at + ROWS, rows)), min(ROWS, rows - at)) for at in range(0, rows, ROWS)]
 
 
-def choose(sms, rows, outputs, cut, cols, kind="wgmma"):
+def tiles_for(kind, dtype):
+    """Those of a frame's TILES whose sums registers hold: with FP8 a chunk's are apart from all before."""
+    most = 12 if kind == "wgmma" else 4  # row tiles: wgmma's warpgroups take registers of those that copy
+    return [tile for tile in TILES[kind] if dtype == "bf16" or (tile[0] == 64 and tile[1] <= most)]
+
+
+def choose(sms, rows, outputs, cut, cols, kind="wgmma", dtype="bf16"):
     """The entry of a frame's TILES whose blocks end first."""
 
     def cost(tile):
@@ -62,7 +75,7 @@ def choose(sms, rows, outputs, cut, cols, kind="wgmma"):
         units = -(-rows // tokens) * -(-outputs // (split.TILE * tiles)) * cut.slices
         return max(1, units / sms) * (steps(cols, cut) / cut.slices * step + end)
 
-    return min(TILES[kind], key=cost)
+    return min(tiles_for(kind, dtype), key=cost)
 
 
 def _up(count):
@@ -140,9 +153,9 @@ def lay(backend, x, pick, norm, eps, cut, work, at=COUNTERS):
     return Laid(cut, rows, cols, work, tokens, squares, scale, handed, work[at:])
 
 
-def tile_of(backend, laid, outputs):
-    """The entry of TILES for so many outputs, of all matrices."""
-    return choose(backend.sms, laid.rows, outputs, laid.cut, laid.cols, frame_of(backend))
+def tile_of(backend, laid, outputs, w):
+    """The entry of TILES for so many outputs, of all matrices, which are like w."""
+    return choose(backend.sms, laid.rows, outputs, laid.cut, laid.cols, frame_of(backend), w.dtype)
 
 
 def groups_of(tile, *outputs):
@@ -150,13 +163,14 @@ def groups_of(tile, *outputs):
     return sum(-(-count // (split.TILE * tile[1])) for count in outputs)
 
 
-def frame(backend, laid, file, kernel, args, outputs, defines=None):
-    """The frame of wide.cuh. outputs: of each matrix."""
-    tokens, tiles, stages = tile = tile_of(backend, laid, sum(outputs))
+def frame(backend, laid, file, kernel, args, outputs, w, defines=None):
+    """The frame of wide.cuh. outputs: of each matrix, which are like w."""
+    tokens, tiles, stages = tile = tile_of(backend, laid, sum(outputs), w)
     units = -(-laid.rows // tokens) * groups_of(tile, *outputs) * laid.cut.slices
-    shared = stages * (STAGE_K * 2 * (tokens + split.TILE * tiles) + 16)
+    is_fp8 = w.dtype == "fp8"
+    shared = stages * (STAGE_K * (2 * tokens + (1 if is_fp8 else 2) * split.TILE * tiles) + 16)
     names = dict(zip(("TOKENS", "WEIGHT_TILES", "STAGES"), tile, strict=True)) | (defines or {})
-    names |= {"WGMMA": 1} if frame_of(backend) == "wgmma" else {}
+    names |= ({"WGMMA": 1} if frame_of(backend) == "wgmma" else {}) | ({"FP8": 1} if is_fp8 else {})
     blocks = min(units, backend.sms)  # they wait for each other: the card holds one a multiprocessor
     run(backend, laid.cut, file, kernel, blocks, 32 * tiles + 128, args, names, shared)
 
@@ -169,9 +183,9 @@ def product(backend, laid, w, v=None, y=None, scale=None, outputs=None):
     y, own = laid.rest if y is None else y, (outputs or w.rows, v.rows if v else 0)
     args = [
         w.data, v.data if v else None, laid.tokens, scale, y, laid.counters, laid.handed, laid.rows,
-        laid.cols, *own, groups_of(tile_of(backend, laid, sum(own)), *own),
+        laid.cols, *own, groups_of(tile_of(backend, laid, sum(own), w), *own),
     ]  # fmt: skip
-    frame(backend, laid, "wide_sums.cu", "wide_sums", args, own)
+    frame(backend, laid, "wide_sums.cu", "wide_sums", args, own, w)
     return y
 
 
@@ -193,7 +207,7 @@ def end_heads(backend, laid, kernel, heads, args, defines):
 def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, v_norm, cos, sin, slot, pos, at,
         cache_k, cache_v, work, q):  # fmt: skip
     (rows, heads, size), (_, groups, cached, _) = q.shape, cache_k.shape
-    cut = split.choose(wq.rows + wkv.rows, wq.cols, backend.sms)
+    cut = cut_of(backend, wq, wkv)
     if not are_packed(wq, wkv) or not is_wide(cut, rows, norm is not None, wq, wkv):
         return None
     if not has_room(heads + 2 * groups, size):
@@ -212,7 +226,7 @@ def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, v_norm,
 
 
 def linear(backend, a, w, bias, work, y):
-    cut = split.choose(w.rows, w.cols, backend.sms)
+    cut = cut_of(backend, w)
     if w.layout != "packed" or not is_wide(cut, len(a), False, w):
         return None
     for here, _ in passes(len(a)):
@@ -222,7 +236,7 @@ def linear(backend, a, w, bias, work, y):
 
 
 def linear_add(backend, a, w, bias, norm, eps, scale, tap_row, tap_at, x, taps, work):
-    cut, is_normed = split.choose(w.rows, w.cols, backend.sms), norm is not None or scale is not None
+    cut, is_normed = cut_of(backend, w), norm is not None or scale is not None
     if w.layout != "packed" or not is_wide(cut, len(a), False, w) or (is_normed and w.rows > MOST_OUTPUTS):
         return None
     columns, tap_row = (0, None) if taps is None else (taps.shape[1], tap_row)
@@ -239,7 +253,7 @@ def linear_add(backend, a, w, bias, norm, eps, scale, tap_row, tap_at, x, taps, 
 
 
 def gate_up(backend, x, norm, eps, act, w, work, h):
-    cut, ffn = split.choose(w.rows, w.cols, backend.sms), h.shape[1]
+    cut, ffn = cut_of(backend, w), h.shape[1]
     if w.layout != PAIRED or not is_wide(cut, len(x), norm is not None, w):
         return None
     outputs = split.TILE * tiles_of(w.rows, True)
@@ -247,7 +261,7 @@ def gate_up(backend, x, norm, eps, act, w, work, h):
         laid = lay(backend, x[here], None, norm, eps, cut, work)
         if cut.slices == 1:
             args = [w.data, laid.tokens, laid.scale, h[here], work, laid.handed, count, w.cols, ffn]
-            frame(backend, laid, "wide_gate_up.cu", "wide_gate_up", args, [outputs], {"ACT": act})
+            frame(backend, laid, "wide_gate_up.cu", "wide_gate_up", args, [outputs], w, {"ACT": act})
         else:
             y = product(backend, laid, w, outputs=outputs)
             end(backend, laid, "end_gate_up", [y, laid.scale, h[here], ffn], ffn, {"ACT": act})
@@ -255,16 +269,16 @@ def gate_up(backend, x, norm, eps, act, w, work, h):
 
 
 def head(backend, x, pick, norm, eps, w, limit, ids, margin, work):
-    cut = split.choose(w.rows, w.cols, backend.sms, whole=True)
+    cut = cut_of(backend, w, whole=True)
     if w.layout != "packed" or not is_wide(cut, len(pick), True, w):
         return None
     margins = {"WITH_MARGIN": int(margin is not None)}
     for here, count in passes(len(pick)):
         laid = lay(backend, x, pick[here], norm, eps, cut, work)
-        groups = groups_of(tile_of(backend, laid, w.rows), w.rows)
+        groups = groups_of(tile_of(backend, laid, w.rows, w), w.rows)
         bests, seconds, sizes = laid.rest, laid.rest[2 * count * groups :], [count, w.cols, w.rows, limit]
         args = [w.data, laid.tokens, laid.scale, bests, seconds, work, laid.handed, *sizes]
-        frame(backend, laid, "wide_head.cu", "wide_head", args, [w.rows], margins)
+        frame(backend, laid, "wide_head.cu", "wide_head", args, [w.rows], w, margins)
         args = [bests, seconds, pick[here], ids, margin, count, groups]
         run(backend, cut, "wide_head.cu", "head_ends", -(-count // 4), 128, args, margins)
     return True
@@ -272,7 +286,7 @@ def head(backend, x, pick, norm, eps, w, limit, ids, margin, work):
 
 def logits(backend, x, pick, norm, eps, w, work, out):
     """out[i] = head of row i of x, of row pick[i] when given; out may lie in work. None: declined."""
-    cut = split.choose(w.rows, w.cols, backend.sms, whole=True)
+    cut = cut_of(backend, w, whole=True)
     if not is_allowed(backend) or not is_wide(cut, len(out), True, w):
         return None
     behind = COUNTERS + split.SQUARES + _up(out.size)
@@ -284,7 +298,7 @@ def logits(backend, x, pick, norm, eps, w, work, out):
 
 
 def fuse(backend, taps, w, norm, eps, work, f):
-    cut = split.choose(w.rows, w.cols, backend.sms)
+    cut = cut_of(backend, w)
     if w.layout != "packed" or not is_wide(cut, len(taps), False, w) or w.rows > MOST_OUTPUTS:
         return None
     for here, _ in passes(len(taps)):
@@ -296,7 +310,7 @@ def fuse(backend, taps, w, norm, eps, work, f):
 
 def inject(backend, f, wkv, kv_bias, k_norm, eps, cos, sin, slot, pos, at, cache_k, cache_v, work):
     layers, slots, groups, cached, size = cache_k.shape
-    cut = split.choose(wkv.rows, wkv.cols, backend.sms)
+    cut = cut_of(backend, wkv)
     if wkv.layout != "packed" or not is_wide(cut, len(f), False, wkv):
         return None
     if not has_room(layers * 2 * groups, size):

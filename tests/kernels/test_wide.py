@@ -1,13 +1,14 @@
 """Passes of many rows (kernels/gpu/wide.py): each row has the bits that the skinny family gives it, on data
 whose sums show the order in which they were taken."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 from minidflash.kernels import compiler
-from minidflash.kernels.gpu import HAS_WGMMA, split, wide
+from minidflash.kernels.gpu import HAS_WGMMA, fp8, split, wide
 from minidflash.kernels.table import ROWS as TABLE_ROWS
 
-from tests.cases import Matrix, run, stored
+from tests.cases import Fp8, Matrix, run, stored
 from tests.compare import assert_same_bits
 from tests.conftest import FULL, parameters
 from tests.disassembly import assert_instructions, cards, disassemble_all
@@ -23,7 +24,7 @@ CUTS = [split.Split(3, 2, 2), split.Split(1, 1, 4), split.Split(2, 1, 8), split.
 FORMS = [*wide.WIDE, "head_logits", "sample", "qkv shared", "qkv bare", "gate_up bare", "gate_up gelu",
          "linear_add normed", "head ranked"]  # fmt: skip
 UNCUT = "linear_add", "gate_up", "gate_up bare"  # also of one slice
-COLS = 360  # 12 chunks, the last one of 8
+COLS = {"bf16": 360, "fp8": 768}  # 12 chunks, the last one of 8; thirds are whole scales
 EMULATE = pytest.mark.parametrize("ops", parameters(["emulate"], ["bf16"]), indirect=True)
 
 
@@ -31,9 +32,25 @@ def name_of(form):
     return form.split()[0]
 
 
-def many(form, rng, count, cols=COLS):
+FP8_FORMS = ["qkv", "linear", "linear_add normed", "gate_up", "fuse", "inject"]
+
+
+def in_fp8(matrix, rng):
+    """Such a matrix in FP8: huge and opposite terms in its first and last thirds, scales no powers of 2."""
+    (rows, cols), third = matrix.shape, matrix.shape[1] // 3
+    numbers = np.abs(rng.standard_normal((rows, cols))) + 1
+    numbers[:, -third:] = -numbers[:, :third]
+    scales = rng.uniform(1, 2, (-(-rows // 8), cols // 128)).astype(np.float32)
+    scales[:, : third // 128] *= 2.0**19
+    scales[:, -third // 128 :] = scales[:, : third // 128]
+    return Fp8(numbers.astype(ml_dtypes.float8_e4m3fn).view(np.uint8), scales)
+
+
+def many(form, rng, count, cols=None, dtype="bf16"):
     """`count` of the rows of a cancelling case, the 64 over and over where there are more."""
-    case, sizes = cancelling(form, rng, cols)
+    case, sizes = cancelling(form, rng, cols or COLS[dtype])
+    if dtype == "fp8":
+        case = {what: in_fp8(v, rng) if isinstance(v, Matrix) else v for what, v in case.items()}
     rows = [i % 64 for i in range(count)]
     part = test_rows.some_rows(name_of(form), case, rows)
     where = np.arange(count, dtype=np.int32)
@@ -52,8 +69,8 @@ def many(form, rng, count, cols=COLS):
     return part, sizes
 
 
-def agree(ops, form, rng, count, tile=None, monkeypatch=None, cols=COLS):
-    name, (case, sizes) = name_of(form), many(form, rng, count, cols)
+def agree(ops, form, rng, count, tile=None, monkeypatch=None, cols=None, dtype="bf16"):
+    name, (case, sizes) = name_of(form), many(form, rng, count, cols, dtype)
     want = fast_run(ops, name, case, **sizes)
     if tile:
         monkeypatch.setattr(wide, "choose", lambda *_: tile)
@@ -97,36 +114,55 @@ def test_long_rows_are_laid_by_several_blocks(ops, rng, cut, monkeypatch):  # no
 
 
 @on_gpu_backends
+@pytest.mark.parametrize(
+    "form, cut", [*((form, CUTS[0]) for form in FP8_FORMS), ("gate_up", CUTS[1])], indirect=["cut"], ids=str
+)
+def test_rows_of_fp8_have_the_bits_of_the_skinny_kernels(ops, rng, cut, form, monkeypatch):  # noqa: F811
+    agree(ops, form, rng, 41, monkeypatch=monkeypatch, dtype="fp8")
+
+
+@on_gpu_backends
+@pytest.mark.parametrize("cut", [split.Split(1, 1, 5)], indirect=True, ids=str)
+def test_rows_of_fp8_walk_its_own_cut(ops, rng, cut, monkeypatch):  # noqa: F811
+    assert fp8.recut(cut, 1536) != cut
+    agree(ops, "linear_add", rng, 33, monkeypatch=monkeypatch, cols=1536, dtype="fp8")
+
+
+@on_gpu_backends
 @pytest.mark.parametrize("cut", CUTS[:1], indirect=True, ids=str)
-@pytest.mark.parametrize("kind, tile", [(kind, tile) for kind in wide.TILES for tile in wide.TILES[kind]
-                                        if FULL or tile != (64, 8, 8)])  # fmt: skip  # other tests' tile
-def test_frames_and_tiles_have_the_same_bits(ops, rng, cut, kind, tile, monkeypatch):  # noqa: F811
+@pytest.mark.parametrize("kind, tile, dtype", [
+    (kind, tile, dtype) for kind in wide.TILES for dtype in ("bf16", "fp8")
+    for tile in wide.tiles_for(kind, dtype) if FULL or tile != (64, 8, 8)
+])  # fmt: skip  # other tests' tile
+def test_frames_and_tiles_have_the_same_bits(ops, rng, cut, kind, tile, dtype, monkeypatch):  # noqa: F811
     use_frame(ops, monkeypatch, kind)
-    agree(ops, "linear_add", rng, 73, tile, monkeypatch)
+    agree(ops, "linear_add", rng, 73, tile, monkeypatch, dtype=dtype)
 
 
-def frames(arch):
+def frames(arch, dtype):
     """Macros of the frame that a card has: for each tile, and trees of one slice and of several."""
     kind = "wgmma" if arch in HAS_WGMMA else "mma"
-    for tile in wide.TILES[kind]:
+    for tile in wide.tiles_for(kind, dtype):
         for slices in (1, 4):
             names = dict(zip(("TOKENS", "WEIGHT_TILES", "STAGES"), tile, strict=True))
-            yield (
-                names | {"TREE_SLICES": slices, "TREE_WARPS": 12} | ({"WGMMA": 1} if kind == "wgmma" else {})
-            )
+            names |= {"TREE_SLICES": slices, "TREE_WARPS": 12} | ({"FP8": 1} if dtype == "fp8" else {})
+            yield names | ({"WGMMA": 1} if kind == "wgmma" else {})
 
 
 @needs_nvrtc
 @pytest.mark.parametrize("arch", cards(0))
-@pytest.mark.parametrize("file", ["wide_sums", "wide_gate_up", "wide_head"])
-def test_compiles_without_spills(arch, file, tmp_path):
-    """Nor does ptxas wait for each product before the next, which it says in its log."""
+@pytest.mark.parametrize("file, dtype", [
+    *((file, "bf16") for file in ("wide_sums", "wide_gate_up", "wide_head")),
+    ("wide_sums", "fp8"), ("wide_gate_up", "fp8"),
+])  # fmt: skip
+def test_compiles_without_spills(arch, file, dtype, tmp_path):
+    """Nor does ptxas wait for each product before the next, or ignore setmaxnreg: its log would say so."""
     wanted = ["HGMMA" if arch in HAS_WGMMA else "HMMA", "UBLKCP", "SYNCS", "LDS 128", "ACQBULK"]
-    of_one = [names for names in frames(arch) if file == "wide_sums" or names["TREE_SLICES"] == 1]
+    of_one = [names for names in frames(arch, dtype) if file == "wide_sums" or names["TREE_SLICES"] == 1]
     made = [compiler.compile_cubin(f"{file}.cu", arch, names) for names in (of_one if FULL else of_one[-1:])]
     for kernels, (_, log) in zip(disassemble_all([cubin for cubin, _ in made], tmp_path), made, strict=True):
         assert_instructions(kernels[file], wanted, ("LDL", "STL"))
-        assert "serialized" not in log
+        assert "serialized" not in log and "setmaxnreg" not in log
 
 
 @on_gpu_backends
@@ -171,7 +207,7 @@ def run_wide(ops, name, case, sizes):
 
 
 @EMULATE
-def test_few_rows_fp8_and_odd_inputs_stay_with_the_skinny_kernels(ops, rng):
+def test_few_rows_and_odd_inputs_stay_with_the_skinny_kernels(ops, rng):
     for rows, cols, wanted in ((32, 64, "fast"), (33, 64, "wide"), (33, 68, "fast")):
         case = {
             "a": stored(rng.standard_normal((rows, cols)), "bf16"),
