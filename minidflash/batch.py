@@ -57,6 +57,11 @@ class Seat(Lane):
     steps: Any = None
     seconds: float = 0.0
 
+    @property
+    def rows_left(self):
+        """Tokens of its prompt that have not run."""
+        return self.handle.prompt_tokens - self.request.rows_run
+
 
 @dataclass
 class Batch:
@@ -68,7 +73,7 @@ class Batch:
                 print(one.handle, one.round.text)
 
     A text is what `generate` gives alone, whatever runs beside it. A request joins when a slot is free, in
-    the order of `submit`; between two rounds at most one chunk of one prompt runs while others decode.
+    the order of `submit`; between two rounds at most one chunk of prompts runs while others decode.
     Iteration ends when nothing runs or waits, and may begin anew after a further `submit`. The engine is busy
     from the first step until then, or until `close`. One thread iterates; `submit` and `cancel` may be called
     from others. engine.is_interrupted ends all requests. So does an exception out of iteration.
@@ -152,14 +157,13 @@ class Batch:
                 raise
 
     def _step(self):
-        """At most a chunk of the oldest prompt, then a round of those that decode."""
+        """At most a chunk of the oldest prompts, then a round of those that decode."""
         if self._state is None:
             self._take()
         if self.engine.is_interrupted:
             self._end_what_has_not_begun()
         self._admit()
-        if self._joining:
-            self._run_chunk(self._joining[0])
+        self._run_prompts()
         if self._running:
             self._run_round()
 
@@ -230,6 +234,17 @@ class Batch:
         self._ready.clear()
         self._cancelled.clear()
         self._joining.clear()
+
+    def _run_prompts(self):
+        """A chunk of the oldest prompt, or of the two oldest where neither is more than half of one: a pass reads
+        all weights, so that few tokens take nearly as long as half a chunk."""
+        chunk = room = self._state.chunk
+        while self._joining:
+            lane = self._joining[0]
+            room -= max(min(lane.rows_left, chunk), chunk // 2)
+            if room < 0:
+                return
+            self._run_chunk(lane)
 
     def _run_chunk(self, lane):
         """The next chunk of a prompt; behind the last one the request decodes."""

@@ -246,6 +246,18 @@ def test_a_prompt_runs_a_chunk_at_a_time_while_others_decode():
     assert order.count(decoding) == 58 and order.count(joining) == 3
 
 
+def test_two_short_prompts_join_between_two_rounds():
+    """A third waits for the next round, and so does one that is longer than half a chunk."""
+    engine = engine_for("numba", "bf16", DENSE)
+    with md.Batch(engine, slots=6, ctx=CTX, drafter=False) as batch:
+        decoding, found = batch.submit([5, 9], max_tokens=60), {}
+        gather(batch, found, rounds=2)
+        joining = [batch.submit([7] * count, max_tokens=1) for count in (8, 3, 8, 9, 4)]
+        order = [one.handle for one in batch]
+    when = [order[: order.index(one)].count(decoding) for one in joining]
+    assert when == [0, 0, 1, 2, 3], "of a chunk of 16"
+
+
 def test_joining_and_leaving_record_nothing_new():
     engine = engine_for("numba", "bf16", DENSE)
     with md.Batch(engine, slots=3, ctx=CTX, verify=4) as batch:
