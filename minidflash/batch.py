@@ -236,8 +236,8 @@ class Batch:
         self._joining.clear()
 
     def _run_prompts(self):
-        """A chunk of the oldest prompt, or of the two oldest where neither is more than half of one: a pass reads
-        all weights, so that few tokens take nearly as long as half a chunk."""
+        """A chunk of the oldest prompt, or of the two oldest where neither has more than half of one: a pass
+        reads all weights, so that few tokens take nearly as long as half a chunk."""
         chunk = room = self._state.chunk
         while self._joining:
             lane = self._joining[0]
