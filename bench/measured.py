@@ -377,6 +377,7 @@ def sections(results):
             *(timeline(results, name, shape) for name, shape in stamped.items()), loading(results, card),
             prompt_products(results, card), measured_peers.steps(results, card), products(results, card),
             measured_load.many_rows(results, card), measured_load.together(results, card),
+            measured_load.together(results, card, "steps-fp8"),
             attention(results, card),
             pair_speed(results, f"embedded-{card}", "Embedded pair", f"speed-{card}"),
             acceptance(results, card),

@@ -85,11 +85,14 @@ def serving(results, name):
     )])  # fmt: skip
 
 
-def together(results, card):
+def together(results, card, of_what="steps"):
     """Steps of several sequences in one pass (bench/steps.py)."""
-    found = of_card(results, "steps", card)
+    found = of_card(results, of_what, card)
+    weights = {"none": "", "target": ", a target in FP8", "both": ", weights in FP8"}[
+        found.get("fp8", "none")
+    ]
     yield from begin(
-        f"Steps of several sequences, {found['shape']}'s shape, context {found['context']}", found
+        f"Steps of several sequences, {found['shape']}'s shape{weights}, context {found['context']}", found
     )
     yield from prose(
         f"A whole round on the GPU, {found['fresh']} features a sequence injected; the floor is the bytes of "
