@@ -6,9 +6,10 @@ from operator import mul
 
 # Drafting may lose this many plain rounds to learn whether it pays, and this share of the time so far; what
 # it earned in the text before counts too, up to EARNED plain rounds. So a text of 50 tokens is at most 5 %
-# slower than plain decoding, one of 17 9 %. One round is what a first draft may lose: with a CREDIT of 0.3,
-# texts whose drafts are good began to draft after a dozen tokens, and a fixed 4 was faster (bench/NOTES.md).
-CREDIT, PROBE, EARNED = 1.0, 0.03, 4.0
+# slower than plain decoding, or 10 % behind one whose drafts were good, and one of 17 is at most 10 %. About
+# one round is what a first draft may lose: with a CREDIT of 0.3, texts whose drafts are good began to draft
+# after a dozen tokens, and a fixed 4 was faster (bench/NOTES.md).
+CREDIT, PROBE, EARNED = 1.1, 0.028, 2.5
 DECAY = 0.9  # weight of a round's acceptance, from one round to the next
 KEPT = 0.25  # weight of the last text's acceptance in the next
 PRIOR, WEIGHT = (
@@ -17,10 +18,11 @@ PRIOR, WEIGHT = (
 )  # acceptance of a position before anything is known, and how many rounds that counts for
 LEARN = 0.2  # weight of a new time
 # Of a width that all lanes share: what share of its rounds drafting may lose, and how many plain rounds of a
-# lane more with each new text, which may be one of another kind; every how many rounds of one number of lanes
-# the width runs that ran longest ago, since its time may have been another program's fault or that of shorter
-# contexts; and how many first times of a kind the best is taken of.
-SHARED_PROBE, FIRST, LOOK, BEST_OF = 0.01, 0.25, 64, 2
+# lane more with each new text, which may be one of another kind; with how many it begins, and how many it may
+# have; every how many rounds of one number of lanes the width runs that ran longest ago, since its time may
+# have been another program's fault or that of shorter contexts; and how many first times of a kind the best is
+# taken of.
+SHARED_PROBE, FIRST, START, MOST, LOOK, BEST_OF = 0.01, 0.25, 1.0, 4.0, 64, 2
 
 
 def widths(block):
@@ -100,18 +102,18 @@ class SharedWidth:
 
     Plain rounds come first, then small widths, then larger ones: what a width may cost is judged before it
     runs. seconds: {(lanes, v): time of a round}. credit: how many plain rounds drafting may lose; it grows
-    with every round and text, and by what drafting earns, up to EARNED. Debts keep a width that was timed
-    from running only where it expects to gain less than CREDIT. No text depends on it.
+    with every round and text, and by what drafting earns, up to MOST. Debts keep a width that was timed
+    from running only where it expects to gain less than START. No text depends on it.
     """
 
     def __init__(self, block):
-        self.widths, self.seconds, self.credit = widths(block), {}, CREDIT
+        self.widths, self.seconds, self.credit = widths(block), {}, START
         self._runs, self._rounds = {}, {}  # by (lanes, v), the one that ran longest ago first; by lanes
         self._look = None  # (lanes, v) that runs to be timed again
 
     def begin(self, lanes):
         """A text comes, one of so many then."""
-        self.credit = min(EARNED, self.credit + FIRST / lanes)
+        self.credit = min(MOST, self.credit + FIRST / lanes)
 
     def choose(self, lanes, schedules):
         """v of the next round. schedules: of the texts that decode, for what they expect to commit. May be
@@ -149,15 +151,15 @@ class SharedWidth:
             plain = self.seconds.get((lanes, 1), seconds)
             cost = min(seconds, 2 * self.seconds.get(kind, seconds))
             lost = min(width + 1, cost / plain) - tokens
-        self.credit = min(EARNED, self.credit + SHARED_PROBE - lost)
+        self.credit = min(MOST, self.credit + SHARED_PROBE - lost)
 
     def _most(self, lanes, width, is_look):
         """Plain rounds that a round of this width may be expected to lose."""
         if not self._is_sure(lanes, width):
             return min(self.credit, 0.0)  # it will hardly cost less than was reckoned
-        if is_look and self.credit == EARNED:
+        if is_look and self.credit == MOST:
             return inf  # enough to see whether a dear width still is
-        return max(self.credit, -CREDIT)
+        return max(self.credit, -START)
 
     def _is_sure(self, lanes, width):
         """Whether a time was measured often enough."""
@@ -178,7 +180,7 @@ class SharedWidth:
                 near = max(fewer)
                 least = max(least, plain * self.seconds[near, width] / self.seconds[near, 1])
             timed = self.seconds.get((lanes, width))
-            doubted = (timed or 0.0) / 2 if self.credit < CREDIT else 0.0
+            doubted = (timed or 0.0) / 2 if self.credit < START else 0.0
             costs[width] = timed if self._is_sure(lanes, width) else max(least, doubted)
             if timed is None and not fewer:
                 break

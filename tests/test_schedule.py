@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from minidflash.schedule import CREDIT, PROBE, Schedule, SharedWidth, widths
+from minidflash.schedule import CREDIT, EARNED, PROBE, Schedule, SharedWidth, widths
 from tests.models import numbers
 
 AUTO = SimpleNamespace(verify="auto")
@@ -164,7 +164,7 @@ def test_what_a_text_earned_lets_the_next_draft_at_once(rng):
     assert schedule.choose(AUTO) == 1
     play(schedule, 256, 0.9, rng)
     schedule.begin()
-    assert schedule.choose(AUTO) > 1 and schedule.lost >= -4.0 * 6.0
+    assert schedule.choose(AUTO) > 1 and schedule.lost >= -EARNED * CPU[1]
 
 
 def golden_texts():
@@ -175,7 +175,10 @@ def golden_texts():
         yield [emitted - 1 - i for emitted in rounds for i in range(emitted)]
 
 
-@pytest.mark.parametrize("costs", [CPU, GPU, {1: 5.0, 4: 8.6, 8: 10.4, 16: 15.0}])
+DEAR = {1: 9.7, 4: 26.8, 8: 45.0, 16: 67.7}  # two cores without AVX-512
+
+
+@pytest.mark.parametrize("costs", [CPU, GPU, {1: 5.0, 4: 8.6, 8: 10.4, 16: 15.0}, DEAR])
 def test_no_fixed_width_is_much_faster_on_the_golden_texts(costs):
     """5 % over all, 10 % on a text of 50 tokens or more."""
     schedule, found = fresh(costs), []
