@@ -20,8 +20,8 @@ LEARN = 0.2  # weight of a new time
 # Of a width that all lanes share: what share of its rounds drafting may lose, and how many plain rounds of a
 # lane more with each new text, which may be one of another kind; with how many it begins, and how many it may
 # have; every how many rounds of one number of lanes the width runs that ran longest ago, since its time may
-# have been another program's fault or that of shorter contexts; and how many first times of a kind the best is
-# taken of.
+# have been another program's fault or that of shorter contexts; and how many first times of a kind the best
+# is taken of.
 SHARED_PROBE, FIRST, START, MOST, LOOK, BEST_OF = 0.01, 0.25, 1.0, 4.0, 64, 2
 
 
