@@ -88,9 +88,8 @@ def serving(results, name):
 def together(results, card, of_what="steps"):
     """Steps of several sequences in one pass (bench/steps.py)."""
     found = of_card(results, of_what, card)
-    weights = {"none": "", "target": ", a target in FP8", "both": ", weights in FP8"}[
-        found.get("fp8", "none")
-    ]
+    kind = found.get("fp8", "none")
+    weights = {"none": "", "target": ", a target in FP8", "both": ", weights in FP8"}[kind]
     yield from begin(
         f"Steps of several sequences, {found['shape']}'s shape{weights}, context {found['context']}", found
     )

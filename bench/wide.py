@@ -65,8 +65,9 @@ class Bench:
             def call(w):
                 args = [w.data, *shared, out, laid.counters, laid.handed, rows, cols, outputs // 2]
                 wide.frame(
-                    self.backend, laid, "wide_gate_up.cu", "wide_gate_up", args, [outputs], w, {"ACT": SILU}
-                )
+                    self.backend, laid, tile, "wide_gate_up.cu", "wide_gate_up", args, [outputs], w,
+                    {"ACT": SILU},
+                )  # fmt: skip
         elif name == "head":
             seconds, sizes = (
                 laid.rest[2 * rows * wide.groups_of(tile, outputs) :],
@@ -76,8 +77,9 @@ class Bench:
             def call(w):
                 args = [w.data, *shared, laid.rest, seconds, laid.counters, laid.handed, *sizes]
                 wide.frame(
-                    self.backend, laid, "wide_head.cu", "wide_head", args, [outputs], w, {"WITH_MARGIN": 0}
-                )
+                    self.backend, laid, tile, "wide_head.cu", "wide_head", args, [outputs], w,
+                    {"WITH_MARGIN": 0},
+                )  # fmt: skip
         else:
 
             def call(w):

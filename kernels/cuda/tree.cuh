@@ -38,9 +38,9 @@ struct Walk {
 
     __device__ __forceinline__ int own(int warp) const { return each + (warp < more); }
 
-    /* Half of a step of a warp: its chunk; -1: there is none. */
-    __device__ __forceinline__ int chunk(int warp, int step, int half) const {
-        return 2 * step + half < own(warp) ? begin + warp + (2 * step + half) * TREE_WARPS : -1;
+    /* The first of a step's chunks of a warp, TREE_WARPS before the other. */
+    __device__ __forceinline__ int chunk(int warp, int step) const {
+        return begin + warp + 2 * step * TREE_WARPS;
     }
 
     /* A warp's first step. */

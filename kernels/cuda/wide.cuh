@@ -105,7 +105,7 @@ __device__ __forceinline__ void each_step(const Work& work, const Share& share, 
         for (int warp = piece.from; warp < piece.to; ++warp) {
             const int own = walk.own(warp);
             for (int turn = 0; 2 * turn < own; ++turn)
-                if (!f(i++, tiles, unit, step++, walk.chunk(warp, turn, 0), min(2, own - 2 * turn))) return;
+                if (!f(i++, tiles, unit, step++, walk.chunk(warp, turn), min(2, own - 2 * turn))) return;
         }
     }
 }
@@ -283,11 +283,11 @@ __device__ __forceinline__ void sum_all(const Work& work, const Share& share, co
         if (piece.from > 0) HandOver(work, blockIdx.x - 1).take(sums);
 #pragma unroll 1
         for (int warp = piece.from; warp < piece.to; ++warp)
-            add_warp(sums, own, walk.own(warp), walk.begin + warp, scales, ring, at);
+            add_warp(sums, own, walk.own(warp), walk.chunk(warp, 0), scales, ring, at);
         if (piece.to < TREE_WARPS)
             HandOver(work, blockIdx.x).give(sums);
         else
-            sink(Unit(work, opaque(piece.unit)), sums);
+            sink(Unit(work, opaque(piece.unit)), sums);  // worked out again: no register keeps it meanwhile
     }
 }
 

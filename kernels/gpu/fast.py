@@ -95,7 +95,7 @@ def launch(backend, file, kernel, tiles, cut, w, rows, args, is_normed=False, to
     defines: of the kernel's own, besides its cut's.
     """
     cols = w.cols
-    cut = fp8.recut(cut, cols) if w.dtype == "fp8" else cut
+    cut = fp8.cut_of(cut, w)
     for here, count in cut.passes(cols, rows, is_normed):
         token_tiles = cut.token_tiles(count)
         grid, shared = cut.grid(tiles, backend.sms), cut.shared(cols, token_tiles, is_normed)

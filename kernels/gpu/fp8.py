@@ -28,6 +28,11 @@ def recut(cut, cols):
     return cut
 
 
+def cut_of(cut, w):
+    """The Split of a product with such a weight that is cut so in bf16."""
+    return recut(cut, w.cols) if w.dtype == "fp8" else cut
+
+
 def defines(cut, chunks, ahead, cols):
     """-D of a kernel of the skinny family: a chunk has half of the bytes, so twice as many are on their way,
     of a tile or, where it has no more for a warp, of the next ones too."""

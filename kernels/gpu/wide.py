@@ -44,9 +44,8 @@ def is_allowed(backend):
 
 def cut_of(backend, *weights, whole=False):
     """The Split by which the skinny family sums a product of one matrix or two."""
-    cols = weights[0].cols
-    cut = split.choose(sum(w.rows for w in weights), cols, backend.sms, whole)
-    return fp8.recut(cut, cols) if weights[0].dtype == "fp8" else cut
+    cut = split.choose(sum(w.rows for w in weights), weights[0].cols, backend.sms, whole)
+    return fp8.cut_of(cut, weights[0])
 
 
 def is_wide(cut, rows, is_normed, *weights):
@@ -163,9 +162,9 @@ def groups_of(tile, *outputs):
     return sum(-(-count // (split.TILE * tile[1])) for count in outputs)
 
 
-def frame(backend, laid, file, kernel, args, outputs, w, defines=None):
-    """The frame of wide.cuh. outputs: of each matrix, which are like w."""
-    tokens, tiles, stages = tile = tile_of(backend, laid, sum(outputs), w)
+def frame(backend, laid, tile, file, kernel, args, outputs, w, defines=None):
+    """The frame of wide.cuh. tile: tile_of. outputs: of each matrix, which are like w."""
+    tokens, tiles, stages = tile
     units = -(-laid.rows // tokens) * groups_of(tile, *outputs) * laid.cut.slices
     is_fp8 = w.dtype == "fp8"
     shared = stages * (STAGE_K * (2 * tokens + (1 if is_fp8 else 2) * split.TILE * tiles) + 16)
@@ -181,11 +180,12 @@ def product(backend, laid, w, v=None, y=None, scale=None, outputs=None):
     scale: of each row, or None. outputs: of w, where its tiles have more than its rows.
     """
     y, own = laid.rest if y is None else y, (outputs or w.rows, v.rows if v else 0)
+    tile = tile_of(backend, laid, sum(own), w)
     args = [
         w.data, v.data if v else None, laid.tokens, scale, y, laid.counters, laid.handed, laid.rows,
-        laid.cols, *own, groups_of(tile_of(backend, laid, sum(own), w), *own),
+        laid.cols, *own, groups_of(tile, *own),
     ]  # fmt: skip
-    frame(backend, laid, "wide_sums.cu", "wide_sums", args, own, w)
+    frame(backend, laid, tile, "wide_sums.cu", "wide_sums", args, own, w)
     return y
 
 
@@ -260,8 +260,9 @@ def gate_up(backend, x, norm, eps, act, w, work, h):
     for here, count in passes(len(x)):
         laid = lay(backend, x[here], None, norm, eps, cut, work)
         if cut.slices == 1:
+            tile = tile_of(backend, laid, outputs, w)
             args = [w.data, laid.tokens, laid.scale, h[here], work, laid.handed, count, w.cols, ffn]
-            frame(backend, laid, "wide_gate_up.cu", "wide_gate_up", args, [outputs], w, {"ACT": act})
+            frame(backend, laid, tile, "wide_gate_up.cu", "wide_gate_up", args, [outputs], w, {"ACT": act})
         else:
             y = product(backend, laid, w, outputs=outputs)
             end(backend, laid, "end_gate_up", [y, laid.scale, h[here], ffn], ffn, {"ACT": act})
@@ -275,10 +276,11 @@ def head(backend, x, pick, norm, eps, w, limit, ids, margin, work):
     margins = {"WITH_MARGIN": int(margin is not None)}
     for here, count in passes(len(pick)):
         laid = lay(backend, x, pick[here], norm, eps, cut, work)
-        groups = groups_of(tile_of(backend, laid, w.rows, w), w.rows)
+        tile = tile_of(backend, laid, w.rows, w)
+        groups = groups_of(tile, w.rows)
         bests, seconds, sizes = laid.rest, laid.rest[2 * count * groups :], [count, w.cols, w.rows, limit]
         args = [w.data, laid.tokens, laid.scale, bests, seconds, work, laid.handed, *sizes]
-        frame(backend, laid, "wide_head.cu", "wide_head", args, [w.rows], w, margins)
+        frame(backend, laid, tile, "wide_head.cu", "wide_head", args, [w.rows], w, margins)
         args = [bests, seconds, pick[here], ids, margin, count, groups]
         run(backend, cut, "wide_head.cu", "head_ends", -(-count // 4), 128, args, margins)
     return True

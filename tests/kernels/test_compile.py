@@ -204,7 +204,7 @@ def test_missing_nvrtc_names_the_package():
 
 
 @needs_nvrtc
-@pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="this machine has an NVIDIA driver")
+@pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="needs a machine without an NVIDIA driver")
 def test_without_a_driver_one_line_says_so():
     text = in_new_python(MESSAGE.format(call="launch.CudaDevice()"))
     assert text == "3 no NVIDIA driver (libcuda.so.1) on this machine | use --backend numba"

@@ -23,6 +23,7 @@ from tests.kernels.test_order_of_sums import cancelling
 CUTS = [split.Split(3, 2, 2), split.Split(1, 1, 4), split.Split(2, 1, 8), split.Split(2, 1, 3, cluster=True)]
 FORMS = [*wide.WIDE, "head_logits", "sample", "qkv shared", "qkv bare", "gate_up bare", "gate_up gelu",
          "linear_add normed", "head ranked"]  # fmt: skip
+FP8_FORMS = ["qkv", "linear", "linear_add normed", "gate_up", "fuse", "inject"]
 UNCUT = "linear_add", "gate_up", "gate_up bare"  # also of one slice
 COLS = {"bf16": 360, "fp8": 768}  # 12 chunks, the last one of 8; thirds are whole scales
 EMULATE = pytest.mark.parametrize("ops", parameters(["emulate"], ["bf16"]), indirect=True)
@@ -30,9 +31,6 @@ EMULATE = pytest.mark.parametrize("ops", parameters(["emulate"], ["bf16"]), indi
 
 def name_of(form):
     return form.split()[0]
-
-
-FP8_FORMS = ["qkv", "linear", "linear_add normed", "gate_up", "fuse", "inject"]
 
 
 def in_fp8(matrix, rng):
