@@ -38,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(ROUTE_THREADS, U_NORM ? 2 : 3)
         mbarrier_init(&loaded, 1), mbarrier_init(&arrived, 1);
         mbarrier_fence_init();
         mbarrier_arrive_expect(&loaded, chunks * CHUNK_BYTES);
-        bulk_load(weights, (const char*)w + (size_t)rank * chunks * CHUNK_BYTES, chunks * CHUNK_BYTES,
+        bulk_load_once(weights, (const char*)w + (size_t)rank * chunks * CHUNK_BYTES, chunks * CHUNK_BYTES,
                   &loaded);
         if (rank == 0) mbarrier_arrive_expect(&arrived, tiles * ROWS * 64);
     }

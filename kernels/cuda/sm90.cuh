@@ -22,20 +22,33 @@ __device__ __forceinline__ T* kept_shared(T* pointer) {
 
 // ---- loads ----
 
-/* 16 bytes that are read once: keep them out of L1, fetch 256-byte sectors of L2. For memory that nobody
- * writes while this kernel runs: weights, but not what a predecessor of a dependent launch writes. */
+/* What createpolicy.fractional.L2::evict_first makes for all of an access: lines that are read once leave L2
+ * before those of instructions, keys and activations do. */
+constexpr u64 READ_ONCE = 0x12f0000000000000;
+
+/* 16 bytes that are read once: keep them out of L1, fetch 256-byte sectors of L2, and let them go there first
+ * (LeavesFirst). For memory that nobody writes while this kernel runs: weights, but not what a predecessor of
+ * a dependent launch writes. */
+template <bool LeavesFirst = true>
 __device__ __forceinline__ uint4 load_stream(const void* global) {
     uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(global));
+    if constexpr (LeavesFirst)
+        asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+                     : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                     : "l"(global), "l"(READ_ONCE));
+    else
+        asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                     : "l"(global));
     return v;
 }
 
 /* The same of 4 bytes. */
 __device__ __forceinline__ u32 load_stream_4(const void* global) {
     u32 v;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.u32 %0, [%1];" : "=r"(v) : "l"(global));
+    asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.L2::256B.u32 %0, [%1], %2;"
+                 : "=r"(v)
+                 : "l"(global), "l"(READ_ONCE));
     return v;
 }
 
@@ -221,6 +234,16 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* global, u32 
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
             shared_address(shared)),
         "l"(global), "r"(bytes), "r"(shared_address(barrier))
+        : "memory");
+}
+
+/* The same of bytes that are read once: they leave L2 first. */
+__device__ __forceinline__ void bulk_load_once(void* shared, const void* global, u32 bytes, u64* barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, "
+        "[%3], "
+        "%4;" ::"r"(shared_address(shared)),
+        "l"(global), "r"(bytes), "r"(shared_address(barrier)), "l"(READ_ONCE)
         : "memory");
 }
 

@@ -10,7 +10,8 @@ inline void aligned(const void* pointer, unsigned bytes, const char* what) {
 
 inline u32 shared_address(const void* pointer) { return (u32)((const char*)pointer - emulate_self->shared); }
 
-inline uint4 load_stream(const void* global) {
+template <bool LeavesFirst = true>
+uint4 load_stream(const void* global) {
     emulate::aligned(global, 16, "load_stream");
     return *(const uint4*)global;
 }
@@ -134,6 +135,9 @@ inline void bulk_load(void* shared, const void* global, u32 bytes, u64* barrier,
     emulate::aligned(global, 16, "bulk_load, global side");
     if (bytes % 16) emulate::fail("bulk_load: %u bytes is not a multiple of 16", bytes);
     emulate::bulk_copy(shared, global, bytes, (uint64_t*)barrier, site);
+}
+inline void bulk_load_once(void* shared, const void* global, u32 bytes, u64* barrier, EMULATE_SITE) {
+    bulk_load(shared, global, bytes, barrier, site);
 }
 inline void fence_async_shared() {}
 

@@ -17,7 +17,7 @@ STATIC = 1024  # shared bytes that the kernels declare themselves, at most, with
 # way meanwhile.
 LEAST_UP, MOST_UP = SHARED_PER_SM // 2, SHARED_PER_SM // 2 + 6 * 1024
 MOST_DOWN = SHARED_PER_SM - MOST_UP - 2 * (1024 + STATIC)
-MOST_SLOT, MOST_SLOTS = 32768, 16  # bytes of a slot; of a ring
+MOST_SLOT, MOST_SLOTS = 16384, 16  # bytes of a slot; of a ring
 
 
 @dataclass(frozen=True)

@@ -274,6 +274,8 @@ def test_true_shapes_keep_to_registers_and_stream(model, arch, tmp_path):
     found = disassemble_all([cubin for _, cubin in cubins], tmp_path)
     for (name, _), kernels, stream in zip(cubins, found, streams, strict=True):
         assert_instructions(kernels[name], [stream, *wanted])
+        copies = [line for line in kernels[name] if line.startswith("UBLKCP")]
+        assert all("desc[" in line for line in copies), "weights do not leave L2 first"
 
 
 @pytest.mark.parametrize("rows", [1, 8, 9, 16, 17, 32, 33, 2048])

@@ -148,6 +148,8 @@ def test_two_neighbours_fit_a_multiprocessor_and_two_of_a_kind_do_not(model, arc
     for kernels in disassemble_all(cubins, tmp_path):
         (found,) = kernels.values()
         assert_instructions(found, wanted)
+        copies = [line for line in found if line.startswith("UBLKCP")]
+        assert all("desc[" in line for line in copies), "weights do not leave L2 first"
 
 
 @needs_nvrtc
