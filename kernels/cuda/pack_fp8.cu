@@ -10,7 +10,7 @@ __device__ __forceinline__ u32 read_four(const u8* row, bool is_row, int k, int 
     u32 word = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-        if (is_row && k + i < cols) word |= (u32)row[k + i] << 8 * (i % 2 * 2 + i / 2);
+        if (is_row && k + i < cols) word |= place_e4m3(row[k + i], i);
     return word;
 }
 

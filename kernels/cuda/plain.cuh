@@ -40,7 +40,8 @@ struct WeightRow {
     }
 
     __device__ __forceinline__ float operator[](int k) const {
-        u8 code = first[k / 32 * FP8_CHUNK + k % 32 / 8 * 16 + k % 8 / 4 * 8 + k % 2 * 2 + k % 4 / 2];
+        const u8* word = first + k / 32 * FP8_CHUNK + k % 32 / 8 * 16 + k % 8 / 4 * 8;
+        const u32 code = code_of_e4m3(*(const u32*)word, k % 4);
         return e4m3_value(code) * scales[k / SCALE_K * 2];
     }
 };

@@ -20,9 +20,18 @@
 
 /* Steps of a tile: the same for all warps, though the last may have no chunk for some. */
 __device__ __forceinline__ int steps_of(const Task& task) {
+    if (EVEN_STEPS) return EVEN_STEPS;
     int most = (task.end - task.begin + WARPS - 1) / WARPS;
     return (most + CHUNKS - 1) / CHUNKS;
 }
+
+/* Chunks of this warp from a step of a tile on. */
+__device__ __forceinline__ int rest_of(const Task& task, int step) {
+    return EVEN_STEPS ? CHUNKS : own_chunks(task) - step * CHUNKS;
+}
+
+/* Whether a step with so many of them has chunk u. */
+__device__ __forceinline__ bool has_chunk(int u, int rest) { return EVEN_STEPS ? rest > 0 : u < rest; }
 
 /* The step whose weights are asked for next. */
 struct Cursor {
@@ -40,7 +49,7 @@ struct Cursor {
 
     /* Chunks of this warp from here to the tile's end; none past the last tile. */
     __device__ __forceinline__ int rest(const Task& task) const {
-        return tile < task.tiles ? own_chunks(task) - step * CHUNKS : 0;
+        return tile < task.tiles ? rest_of(task, step) : 0;
     }
 
     template <class Matrix>
@@ -109,14 +118,14 @@ __device__ __forceinline__ void stream(const Task& task, const Matrix& weights, 
         if (tile >= task.tiles) return false;
         if (!EARLY_LAUNCH && next.tile >= task.tiles && warp_index() == 0)
             griddep_launch();  // the last load is under way
-        int rest = own_chunks(task) - step * CHUNKS, asked = next.rest(task);
+        const int rest = rest_of(task, step), asked = next.rest(task);
         const unsigned char* k = first + step * (CHUNKS * WARPS * TOKEN_CHUNK);
         const float scale = own.scale;
         load_scales(own, task, next);
 #pragma unroll
         for (int u = 0; u < CHUNKS; ++u) {
-            if (u < rest) multiply(acc, own, scale, u, k + u * WARPS * TOKEN_CHUNK);
-            if (u < asked) own.load(u, next.at);
+            if (has_chunk(u, rest)) multiply(acc, own, scale, u, k + u * WARPS * TOKEN_CHUNK);
+            if (has_chunk(u, asked)) own.load(u, next.at);
         }
         next.advance(task, weights);
         if (++step == steps_of(task)) {
@@ -151,7 +160,7 @@ __device__ __forceinline__ void skinny(const Task& task, const Matrix& weights, 
         for (int s = 0; s < AHEAD; ++s) {
 #pragma unroll
             for (int u = 0; u < CHUNKS; ++u)
-                if (u < next.rest(task)) a[s].load(u, next.at);
+                if (has_chunk(u, next.rest(task))) a[s].load(u, next.at);
             load_scales(a[s], task, next);
             next.advance(task, weights);
         }

@@ -13,6 +13,9 @@
 #ifndef STEP_CHUNKS
 #define STEP_CHUNKS 4  // chunks of 32 k that a warp takes in one step: 2 loads of 16 bytes a lane each
 #endif
+#ifndef EVEN_STEPS
+#define EVEN_STEPS 0  // steps of a tile, if every warp has all chunks in each: then no chunk needs a branch
+#endif
 #ifndef STEPS_AHEAD
 #define STEPS_AHEAD 1  // steps whose weights are on their way to registers
 #endif

@@ -74,16 +74,22 @@ def work_size(backend, rows, cols, outputs):
 def defines_of(cut, token_tiles, w=None):
     """-D of a kernel of the skinny family. How many chunks are on their way does not show in the bits.
 
-    w: the weight, where it may be FP8.
+    w: the weight, where it may be FP8; without one, nothing is known of K.
     """
     # The sums of 32 rows take the registers of weights under way.
-    is_wide = token_tiles == split.TOKEN_TILES[-1] and cut.chunks * cut.ahead > 3
-    chunks, ahead = (3, 1) if is_wide else (cut.chunks, cut.ahead)
-    return {
+    is_most = token_tiles == split.TOKEN_TILES[-1]
+    chunks, ahead = (3, 1) if is_most and cut.chunks * cut.ahead > 3 else (cut.chunks, cut.ahead)
+    found = {
         "TOKEN_TILES": token_tiles, "STREAM_WARPS": cut.warps, "STEP_CHUNKS": chunks, "STEPS_AHEAD": ahead,
         "BLOCKS_PER_SM": cut.resident, "FINISH_WARPS": cut.finishers, "CLUSTER_MERGE": int(cut.cluster),
         "EARLY_LAUNCH": int(cut.early), "ASKED_CHUNKS": cut.asked,
-    } | (fp8.defines(cut, chunks, ahead, w.cols) if w is not None and w.dtype == "fp8" else {})  # fmt: skip
+    }  # fmt: skip
+    if w is not None and w.dtype == "fp8":
+        found |= fp8.defines(cut, chunks, ahead, w.cols)
+    if w is not None and not is_most:  # of 32 rows, chunks side by side take more registers than there are
+        steps, rest = divmod(-(-w.cols // split.CHUNK), cut.slices * cut.warps * found["STEP_CHUNKS"])
+        found["EVEN_STEPS"] = 0 if rest else steps
+    return found
 
 
 def launch(backend, file, kernel, tiles, cut, w, rows, args, is_normed=False, together=False, defines=None):
