@@ -14,6 +14,7 @@ from minidflash.serve.metrics import BOUNDS, Meters
 from minidflash.stats import Round
 from tests.served import LAW, PROMPT, SLOTS, WAITING, Running, events, opened, text_of
 
+WIDTH = 4  # fixed: what "auto" takes, and so how many rounds a text has, is a matter of the load
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 ENDLESS = {"messages": PROMPT, "max_tokens": 2000} | LAW
 
@@ -30,7 +31,7 @@ def engine(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(engine):
-    with Running(md.Batch(engine, slots=SLOTS)) as running:
+    with Running(md.Batch(engine, slots=SLOTS, verify=WIDTH)) as running:
         running.wait(running.is_ready)
         yield running
 
@@ -56,7 +57,7 @@ def client(server):
 
 
 def test_the_official_client_gets_the_text_that_generate_gives(client, alone, engine):
-    want = alone(max_tokens=12, seed=3, **LAW)
+    want = alone(max_tokens=12, seed=3, verify=WIDTH, **LAW)
     asked = {"model": engine.target_name, "messages": PROMPT, "temperature": 1.0, "seed": 3, "max_tokens": 12}
     found = client.chat.completions.create(**asked, extra_body={"top_k": 40})
     assert found.choices[0].message.content == want.text and found.choices[0].finish_reason == "length"
