@@ -87,8 +87,8 @@ class BlockPart:
 class Fp8Part:
     """An FP8 matrix. array: its codes, u8 (rows, cols); scales: f32 (ceil(rows/8), ceil(cols/128)).
 
-    codes, scale: Tensors, one scale for 128 x 128 codes. Errors of array, scales and read_into: UserError for
-    what stands for no number.
+    codes, scale: Tensors, one scale for 128 x 128 codes. Errors of array and scales: UserError for what
+    stands for no number.
     """
 
     codes: Any
@@ -106,7 +106,8 @@ class Fp8Part:
     @property
     def array(self):
         found = self.codes.array
-        self._check(found)
+        if fp8.has_nan(found):
+            raise UserError(f"tensor {self.codes.name} holds a NaN, 0x7F or 0xFF, which is no weight")
         return found
 
     @property
@@ -118,15 +119,6 @@ class Fp8Part:
             limit = f"need finite ones below {fp8.MOST_SCALE:.0f}"
             raise UserError(f"tensor {self.scale.name} holds {np.abs(found).max()} as a scale, {limit}")
         return fp8.row_scales(found, self.shape[0])
-
-    def read_into(self, buffer, first):
-        """Fill buffer with the codes from number `first` on, without the map; any thread may."""
-        self.codes.read_into(buffer, first)
-        self._check(np.frombuffer(buffer, np.uint8))
-
-    def _check(self, codes):
-        if fp8.has_nan(codes):
-            raise UserError(f"tensor {self.codes.name} holds a NaN, 0x7F or 0xFF, which is no weight")
 
     def drop(self):
         self.codes.drop()
