@@ -130,6 +130,14 @@ __device__ __forceinline__ void copy_all(const Work& work, const Share& share, c
     auto tokens_of = [&](const Unit& unit) {
         return min(TOKENS, work.padded() - unit.first_token) / COPIERS;
     };
+    // Of more rows, tiles of tokens that come later ask for weights again, which would have left L2 by then.
+    const bool leave_first = !FP8 && work.rows <= 256;
+    auto copy_chunk = [&](char* to, const char* from, int slot) {
+        if (leave_first)
+            bulk_load_once(to, from, CHUNK_BYTES, &ring.full[slot]);
+        else
+            bulk_load(to, from, CHUNK_BYTES, &ring.full[slot]);
+    };
     auto copy_weights = [&](int slot, const RowTiles& tiles, const Unit& unit, int chunk, int halves) {
         const int there = min(OWN, tiles.count - copier * OWN);
         mbarrier_arrive_expect(&ring.full[slot],
@@ -138,9 +146,9 @@ __device__ __forceinline__ void copy_all(const Work& work, const Share& share, c
         const char* from = tiles.first + copier * OWN * tile_bytes(work.cols) + (size_t)chunk * CHUNK_BYTES;
 #pragma unroll
         for (int tile = 0; tile < OWN; ++tile) {
-            if (tile < there) bulk_load(to, from, CHUNK_BYTES, &ring.full[slot]);
+            if (tile < there) copy_chunk(to, from, slot);
             if (tile < there && halves == 2)
-                bulk_load(to + CHUNK_BYTES, from + TREE_WARPS * CHUNK_BYTES, CHUNK_BYTES, &ring.full[slot]);
+                copy_chunk(to + CHUNK_BYTES, from + TREE_WARPS * CHUNK_BYTES, slot);
             to += TILE_BYTES, from += tile_bytes(work.cols);
         }
     };

@@ -161,6 +161,8 @@ def test_compiles_without_spills(arch, file, dtype, tmp_path):
     for kernels, (_, log) in zip(disassemble_all([cubin for cubin, _ in made], tmp_path), made, strict=True):
         assert_instructions(kernels[file], wanted, ("LDL", "STL"))
         assert "serialized" not in log and "setmaxnreg" not in log
+        leave_first = {"desc[" in line for line in kernels[file] if line.startswith("UBLKCP")}
+        assert leave_first == ({True, False} if dtype == "bf16" else {False}), "weights of few rows, in bf16"
 
 
 @on_gpu_backends
