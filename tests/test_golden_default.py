@@ -80,7 +80,7 @@ def last_logits(engine, ids):
 @pytest.mark.parametrize("ops", parameters(["numba"], ["f32"]), indirect=True)
 def test_auto_gives_the_same_ids(ops):
     engine, g = default(ops.name, "f32", "file"), numbers(GOLDEN["file"])
-    for p in PROMPTS:
+    for p in PROMPTS if FULL else PROMPTS[1::2]:
         found = md.generate(engine, g[f"p{p}.input_ids"].tolist(), max_tokens=TOKENS)
         assert found.tokens == g[f"p{p}.plain_ids"].tolist(), p
 

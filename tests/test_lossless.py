@@ -184,7 +184,8 @@ def test_the_embedded_pair(tmp_path):
     for i, text in enumerate(prompts):
         prompt = ids_of(engine, text)
         known = md.generate(engine, prompt, max_tokens=112, drafter=None, ignore_eos=True).tokens
-        for block, verify, own in [(16, 64, False), *(ways if FULL else [ways[i], ways[-1 - i]])]:
+        some = [ways[i], ways[-1 - i]] if i < 2 else []  # with the replay, each way once
+        for block, verify, own in [(16, 64, False), *(ways if FULL else some)]:
             propose = engine.draft
             if not own:
                 propose = Replay(prompt + known, len(prompt), block, engine.target.config.vocab, i)

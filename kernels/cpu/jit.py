@@ -69,11 +69,12 @@ def jit(function=None, *, parallel=False):
 
     A number of prange, and a 0, go to what is called as np.int64: for uint64 and for a literal it would be
     compiled again. Expressions and assignments of arrays are loops: what Numba says where shapes differ takes
-    seconds to compile.
+    seconds to compile. Nobody asks for a function that C could call: that is a tenth of the time.
     """
     if function is None:
         return lambda f: jit(f, parallel=parallel)
-    compiled = numba.njit(parallel=parallel, nogil=True, error_model="numpy")(function)
+    options = {"parallel": parallel, "nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
+    compiled = numba.njit(**options)(function)
     if CACHE_FOLDER:
         compiled._cache = KernelCache(function)
     return compiled

@@ -87,11 +87,20 @@ CUTS = [
 ]
 
 
-@on_gpu_backends
-@TYPES
-@BOTH
-@pytest.mark.parametrize("cut", CUTS, indirect=True, ids=str)
-@pytest.mark.parametrize("T", [5, 37])
+def is_turn(ops_name, turn):
+    """Emulated, every second of the cuts, rows and types of weights: all pairs. The others by
+    MINIDFLASH_FULL=1."""
+    return FULL or ops_name != "emulate" or turn % 2 == 0
+
+
+@pytest.mark.parametrize("T, cut, name, make, terms, what, weights, ops", [
+    pytest.param(T, cut, *both, weights, p.values[0], id=f"{T}-cut{i}-{row}-{weights}-{p.id}", marks=p.marks)
+    for i, cut in enumerate(CUTS)
+    for j, (both, row) in enumerate(zip(BOTH.args[1], BOTH.kwargs["ids"], strict=True))
+    for k, weights in enumerate(TYPES.args[1])
+    for p in on_gpu_backends.args[1] if is_turn(p.values[0][0], i + j + k)
+    for T in (5, 37)
+], indirect=["cut", "ops"])  # fmt: skip
 def test_every_cut_is_right(ops, rng, cut, name, make, terms, what, weights, T):
     case, sizes = make(ops, rng, T, 9, 3, 176, 152, weights, idle=[2])
     fast_check(ops, name, case, terms(case), C, **sizes)
@@ -105,8 +114,8 @@ def test_bits_do_not_depend_on_how_a_tile_comes_about(
 ):
     """Groups of rows, tiles ahead, who ends them: none of it shows. Shapes as above: so are the builds."""
     case, sizes = make(ops, rng, 37, 9, 3, 176, 152, weights)
-    whole = None
-    for how, shape in CUTS:
+    whole, turn = None, (name == "experts_down") + (weights == "mxfp4")
+    for how, shape in [cut for i, cut in enumerate(CUTS) if i == 0 or is_turn(ops.name, i + turn)]:
         monkeypatch.setattr(experts, "choose", lambda cols, kind, row, how=how: dealt(how, cols, kind))
         monkeypatch.setattr(experts, "frame", lambda *_, shape=shape: shape)
         found = fast_run(ops, name, case, **sizes)[what]
@@ -257,10 +266,14 @@ CARDS = [(model, arch) for i, model in enumerate(TRUE) for arch in cards(i)]
 @needs_nvrtc
 @pytest.mark.parametrize("model, arch", CARDS)
 def test_true_shapes_keep_to_registers_and_stream(model, arch, tmp_path):
+    """For groups of 32 rows, which take most registers, and on sm_90a by turns for fewer; for all numbers
+    with MINIDFLASH_FULL=1."""
     cubins, streams = [], []
+    fewer = (8, 16)[list(TRUE).index(model) % 2]
+    counts = (8, 16, 32) if FULL else (fewer, 32) if arch == SM90 else (32,)
     for row, (cols, kind, count, act) in TRUE[model].items():
         cut = experts.choose(cols, kind, row)
-        for rows in (8, 16, 32) if FULL or arch == SM90 else (32,):
+        for rows in counts:
             shape = experts.frame(cut, cols, kind, count, rows)
             defines = experts.defines_of(cut, cols, kind, shape, act, kind == "mxfp4" and rows == 16)
             cubin, log = compiler.compile_cubin(

@@ -6,9 +6,19 @@ import pytest
 
 from tests.cases import JUNK, Make, run, truth
 from tests.chance import filtered, surprise
-from tests.conftest import parameters
+from tests.conftest import FULL, parameters
 from tests.fast_rows import fast_run
-from tests.kernels.test_sample import BARE, CURVES, EPS, FILTERS, agree, bent, of_logits, on_exact_logits
+from tests.kernels.test_sample import (
+    BARE,
+    CURVES,
+    EPS,
+    FILTERS,
+    agree,
+    bent,
+    of_logits,
+    on_exact_laws,
+    on_exact_logits,
+)
 
 LAWS = [{}, {"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.2}, {"top_k": 20, "top_p": 0.9, "min_p": 0.01}]
 
@@ -100,9 +110,15 @@ def test_both_draw_from_capped_logits(ops, rng, curve):
         agree(run(ops, "reject", second), truth("reject", second), law)
 
 
-@pytest.mark.parametrize("ops", parameters(activations=["f32"]), indirect=True)
-@pytest.mark.parametrize("law", [{}, {"top_p": 0.9}, {"top_k": 50, "min_p": 0.01}], ids=str)
-@pytest.mark.parametrize("shape", ["normal", "flat", "ties", "peak"])
+SHAPES = "normal", "flat", "ties", "peak"
+MANY = {}, {"top_p": 0.9}, {"top_k": 50, "min_p": 0.01}
+
+
+@pytest.mark.parametrize("shape, law, ops", [
+    pytest.param(shape, law, p.values[0], id=f"{shape}-{law}-{p.id}", marks=p.marks)
+    for s, shape in enumerate(SHAPES) for i, law in enumerate(MANY) for p in parameters(activations=["f32"])
+    if FULL or p.values[0][0] != "emulate" or (s + i) % 2 == 0  # of every shape, and with every law
+], indirect=["ops"])  # fmt: skip
 def test_a_row_of_many_ids_is_shared_by_blocks(ops, rng, shape, law):
     """Above 16,384 logits a cluster of eight takes a row; sample, propose and reject alike."""
     V = 20011
@@ -125,9 +141,7 @@ def alike(seed, count=12):
     return p, p * 0.8 + other * 0.4
 
 
-@on_exact_logits
-@pytest.mark.parametrize("law", LAWS, ids=str)
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
+@on_exact_laws(LAWS)
 def test_what_comes_out_has_the_targets_law(ops, temperature, law):
     """Two ids a slot: the draft or what took its place, and where it stayed, the draw behind it."""
     p, q = alike(4)

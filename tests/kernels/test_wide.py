@@ -25,6 +25,7 @@ FORMS = [*wide.WIDE, "head_logits", "sample", "qkv shared", "qkv bare", "gate_up
          "linear_add normed", "head ranked"]  # fmt: skip
 FP8_FORMS = ["qkv", "linear", "linear_add normed", "gate_up", "fuse", "inject"]
 UNCUT = "linear_add", "gate_up", "gate_up bare"  # also of one slice
+ODD = 57  # rows: more than one pass of the skinny kernels, which are one kernel for either pass
 COLS = {"bf16": 360, "fp8": 768}  # 12 chunks, the last one of 8; thirds are whole scales
 EMULATE = pytest.mark.parametrize("ops", parameters(["emulate"], ["bf16"]), indirect=True)
 
@@ -102,7 +103,7 @@ def counted(backend, monkeypatch):
     indirect=["cut"], ids=str,
 )  # fmt: skip
 def test_rows_have_the_bits_of_the_skinny_kernels(ops, rng, cut, form, monkeypatch):  # noqa: F811
-    agree(ops, form, rng, 41, monkeypatch=monkeypatch)
+    agree(ops, form, rng, ODD, monkeypatch=monkeypatch)
 
 
 @on_gpu_backends
@@ -116,7 +117,7 @@ def test_long_rows_are_laid_by_several_blocks(ops, rng, cut, monkeypatch):  # no
     "form, cut", [*((form, CUTS[0]) for form in FP8_FORMS), ("gate_up", CUTS[1])], indirect=["cut"], ids=str
 )
 def test_rows_of_fp8_have_the_bits_of_the_skinny_kernels(ops, rng, cut, form, monkeypatch):  # noqa: F811
-    agree(ops, form, rng, 41, monkeypatch=monkeypatch, dtype="fp8")
+    agree(ops, form, rng, ODD, monkeypatch=monkeypatch, dtype="fp8")
 
 
 @on_gpu_backends
