@@ -67,6 +67,12 @@ def _codes(cubin):
     return found
 
 
+def leave_first(instructions):
+    """Whether a kernel's bulk copies have a policy for L2, by which their bytes leave it first.
+    The set of what is found: empty without copies."""
+    return {"desc[" in line for line in instructions if line.startswith("UBLKCP")}
+
+
 def assert_instructions(instructions, wanted, unwanted=("LDL", "STL")):
     """Each of `wanted` starts an instruction, none of `unwanted` does.
 

@@ -52,11 +52,11 @@ struct Unit {
 #endif
 
     __device__ __forceinline__ void load(const char* from) {
-        words[0] = load_stream<!FP8>(from);
+        words[0] = load_stream<LEAVES_FIRST>(from);
 #if MXFP4
         scales = load_stream_4(from + scales_at());
 #else
-        words[1] = load_stream<!FP8>(from + UNIT_SIZE / 2);
+        words[1] = load_stream<LEAVES_FIRST>(from + UNIT_SIZE / 2);
 #endif
     }
 

@@ -13,6 +13,7 @@
 #define FP8 0  // 1: weights are e4m3 codes and scales, 0: bf16 as pack.cu lays them
 #endif
 
+constexpr bool LEAVES_FIRST = !FP8;  // weights, from L2: FP8 is no faster by it (bench/NOTES.md)
 constexpr int SCALE_K = 128, FP8_CHUNK = 512;
 constexpr int CHUNK_BYTES = FP8 ? FP8_CHUNK : 1024;  // of packed weights: 16 rows x 32 k
 

@@ -13,7 +13,7 @@ struct Fragments {
     __device__ __forceinline__ void load(int u, const char* at) {
 #pragma unroll
         for (int i = 0; i < LOADS; ++i)
-            words[LOADS * u + i] = load_stream<!FP8>(at + u * WARPS * CHUNK_BYTES + 512 * i);
+            words[LOADS * u + i] = load_stream<LEAVES_FIRST>(at + u * WARPS * CHUNK_BYTES + 512 * i);
     }
 
     /* scales: of the tile. chunk: the step's first of this warp, of the tile's. count: of the step. */

@@ -11,7 +11,7 @@ from minidflash.kernels.table import ROWS as TABLE_ROWS
 from tests.cases import Fp8, Matrix, run, stored
 from tests.compare import assert_same_bits
 from tests.conftest import FULL, parameters
-from tests.disassembly import assert_instructions, cards, disassemble_all
+from tests.disassembly import assert_instructions, cards, disassemble_all, leave_first
 from tests.fast_rows import fast_run, on_gpu_backends, variant
 from tests.kernels import test_rows
 from tests.kernels.test_compile import needs_nvrtc
@@ -162,8 +162,8 @@ def test_compiles_without_spills(arch, file, dtype, tmp_path):
     for kernels, (_, log) in zip(disassemble_all([cubin for cubin, _ in made], tmp_path), made, strict=True):
         assert_instructions(kernels[file], wanted, ("LDL", "STL"))
         assert "serialized" not in log and "setmaxnreg" not in log
-        leave_first = {"desc[" in line for line in kernels[file] if line.startswith("UBLKCP")}
-        assert leave_first == ({True, False} if dtype == "bf16" else {False}), "weights of few rows, in bf16"
+        wanted_of = {True, False} if dtype == "bf16" else {False}
+        assert leave_first(kernels[file]) == wanted_of, "weights of few rows, in bf16"
 
 
 @on_gpu_backends
