@@ -148,7 +148,7 @@ def main():
         for rows in args.rows:
             own = wide.choose(bench.backend.sms, rows, outputs, cut, cols)
             tried, sums = {}, None
-            for tile in dict.fromkeys([own, *wide.TILES["wgmma"]]):
+            for tile in dict.fromkeys([own, *wide.tiles_for("wgmma", "bf16", rows)]):
                 if own in tried and time.perf_counter() - begun > args.seconds:
                     break
                 with patch.object(wide, "choose", lambda *_, tile=tile: tile):

@@ -33,6 +33,13 @@ __device__ __forceinline__ float exp2_fast(float x) {
     return y;
 }
 
+/* 1 / x, to a unit in the last place or two. */
+__device__ __forceinline__ float rcp_fast(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 /* Add at GPU scope and return the old value. What this thread (and, after a barrier, its block) wrote before
  * is visible to whoever sees the sum; what the others wrote before their adds is visible here. */
 __device__ __forceinline__ u32 atomic_add_acq_rel(u32* counter, u32 amount) {

@@ -177,7 +177,7 @@ struct Stream {
                 mbarrier_wait(&barriers.full[before % FULL_BARRIERS], before / FULL_BARRIERS & 1);
             if (lane_index() == 0) {
                 mbarrier_arrive_expect(&loaded[slot], bytes);
-                bulk_load_once(ring_tile(slot), next.at, bytes, &loaded[slot]);
+                bulk_load_as(READ_ONCE, ring_tile(slot), next.at, bytes, &loaded[slot]);
             }
             if (++slot == RING) slot = 0;
             advance();

@@ -103,7 +103,7 @@ struct Fill {
             const u32 bytes = min(SLOT_UNITS * WARPS, units - part * SLOT_UNITS * WARPS) * UNIT_SIZE;
             if (!is_first_turn) mbarrier_wait(&ring.freed[turn.slot], turn.parity ^ 1);
             mbarrier_arrive_expect(&ring.loaded[turn.slot], bytes);
-            bulk_load_once(to + turn.slot * SLOT_BYTES, from, bytes, &ring.loaded[turn.slot]);
+            bulk_load_as(READ_ONCE, to + turn.slot * SLOT_BYTES, from, bytes, &ring.loaded[turn.slot]);
             if (++part == PARTS) part = 0, ++piece;
             turn.next();
         }

@@ -38,8 +38,8 @@ extern "C" __global__ void __launch_bounds__(ROUTE_THREADS, U_NORM ? 2 : 3)
         mbarrier_init(&loaded, 1), mbarrier_init(&arrived, 1);
         mbarrier_fence_init();
         mbarrier_arrive_expect(&loaded, chunks * CHUNK_BYTES);
-        bulk_load_once(weights, (const char*)w + (size_t)rank * chunks * CHUNK_BYTES, chunks * CHUNK_BYTES,
-                       &loaded);
+        bulk_load_as(READ_ONCE, weights, (const char*)w + (size_t)rank * chunks * CHUNK_BYTES,
+                     chunks * CHUNK_BYTES, &loaded);
         if (rank == 0) mbarrier_arrive_expect(&arrived, tiles * ROWS * 64);
     }
     const int k = 8 * threadIdx.x;  // this thread's part of a row

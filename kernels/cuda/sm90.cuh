@@ -4,6 +4,11 @@
 #pragma once
 #include "common.cuh"
 
+/* What createpolicy.fractional.L2::evict_first makes for all of an access: lines that are read once leave L2
+ * before those of instructions, keys and activations do. */
+constexpr u64 READ_ONCE = 0x12f0000000000000;
+constexpr u64 READ_AGAIN = 0x1000000000000000;  // evict_normal's
+
 #ifdef MINIDFLASH_EMULATE
 #include "emulated_sm90.h"
 #else
@@ -21,10 +26,6 @@ __device__ __forceinline__ T* kept_shared(T* pointer) {
 }
 
 // ---- loads ----
-
-/* What createpolicy.fractional.L2::evict_first makes for all of an access: lines that are read once leave L2
- * before those of instructions, keys and activations do. */
-constexpr u64 READ_ONCE = 0x12f0000000000000;
 
 /* 16 bytes that are read once: keep them out of L1, fetch 256-byte sectors of L2, and let them go there first
  * (LeavesFirst). For memory that nobody writes while this kernel runs: weights, but not what a predecessor of
@@ -174,6 +175,11 @@ __device__ __forceinline__ void mbarrier_arrive(u64* barrier) {
     asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
+/* The same in another block of the cluster (cluster_address), for what was read, not for what was written. */
+__device__ __forceinline__ void mbarrier_arrive_at(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
 /* Arrive, and hold the phase open until `bytes` more have been copied. */
 __device__ __forceinline__ void mbarrier_arrive_expect(u64* barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
@@ -237,13 +243,26 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* global, u32 
         : "memory");
 }
 
-/* The same of bytes that are read once: they leave L2 first. */
-__device__ __forceinline__ void bulk_load_once(void* shared, const void* global, u32 bytes, u64* barrier) {
+/* The same, and how long they stay in L2: READ_ONCE, READ_AGAIN. */
+__device__ __forceinline__ void bulk_load_as(u64 policy, void* shared, const void* global, u32 bytes,
+                                             u64* barrier) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, "
         "[%3], "
         "%4;" ::"r"(shared_address(shared)),
-        "l"(global), "r"(bytes), "r"(shared_address(barrier)), "l"(READ_ONCE)
+        "l"(global), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+        : "memory");
+}
+
+/* The same to this place in all blocks of a cluster of so many; each one's barrier counts its bytes. */
+template <int Blocks>
+__device__ __forceinline__ void bulk_load_to_all(u64 policy, void* shared, const void* global, u32 bytes,
+                                                 u64* barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
+        "[%0], [%1], %2, [%3], %4, %5;" ::"r"(shared_address(shared)),
+        "l"(global), "r"(bytes), "r"(shared_address(barrier)), "h"((unsigned short)((1 << Blocks) - 1)),
+        "l"(policy)
         : "memory");
 }
 

@@ -21,10 +21,9 @@ struct Ring {
     __device__ __forceinline__ Ring(char* shared, int bytes)
         : stages(kept_shared(shared)), full((u64*)(stages + bytes)), empty(full + STAGES) {}
 
-    /* By thread 0, before a barrier of the block. fillers: warps that copy. */
-    __device__ __forceinline__ void open(int fillers = 1) const {
-        for (int s = 0; s < STAGES; ++s)
-            mbarrier_init(&full[s], fillers), mbarrier_init(&empty[s], CONSUMERS);
+    /* By thread 0, before a barrier of the block. fillers: warps that copy. emptiers: who gives back. */
+    __device__ __forceinline__ void open(int fillers = 1, int emptiers = CONSUMERS) const {
+        for (int s = 0; s < STAGES; ++s) mbarrier_init(&full[s], fillers), mbarrier_init(&empty[s], emptiers);
         mbarrier_fence_init();
     }
 };

@@ -1,6 +1,7 @@
 /* The frame of the wide_* kernels: tokens (rows x K) times packed weights (N x K) transposed for 17 to 512
  * rows, with the sums of skinny.cuh. Tokens come from lay_wide.cu.
- * Grid:   at most as many blocks as the card holds together. A unit of work is a tile of TOKENS tokens, a
+ * Grid:   at most as many blocks as the card holds together, or clusters of two that share weights, of which
+ *         each brings half to both. A unit of work is a tile of TOKENS tokens, a
  *         group of 16 * WEIGHT_TILES outputs and a slice of K; units in a row are dealt out to blocks by
  *         warps of the tree, so that all blocks end together: a block's share may begin and end within a
  *         unit. It first sums what it has of the last one, from that unit's first warp on, and hands it over
@@ -8,7 +9,9 @@
  *         handed over. A warpgroup for 64 outputs x TOKENS tokens each, and one that copies. Packed weights
  *         are the A operand of wgmma, or without WGMMA of mma.sync, in registers as they lie in memory;
  *         tokens its B operand.
- * Moves:  each unit its weights and tokens once from L2, through a ring of bulk copies of 64 k.
+ * Moves:  each unit its weights and tokens once from L2, through a ring of bulk copies of 64 k. Bound by what
+ *         comes to a multiprocessor: 64 GB/s each on an H200, as with cuBLAS. Two sets of sums, of the tree's
+ *         warp and of all before, leave registers for 128 x 192 outputs and no more.
  * Bits:   an output's sum runs over a warp's chunks, then warps, then slices, each ascending, whoever sums
  *         them. wgmma and mma.sync round alike (tests/kernels/test_wide.py, bench/wide.py).
  * Source: kernel-playbook 7; shares that end together as in Stream-K (Osama et al. 2023). */
@@ -18,11 +21,15 @@
 #define WEIGHT_TILES 8
 #define STAGES 8
 #endif
+#ifndef CLUSTER  // 1, or 2 blocks that share weights, each with tokens of its own
+#define CLUSTER 1
+#endif
 #include "tree.cuh"
 #include "wgmma_stage.cuh"
 
 // Warps: to order a stage's 17 or more copies takes one longer than to multiply it.
 constexpr int COPIERS = 4;
+static_assert(CLUSTER <= 2);  // a step has two chunks
 constexpr int THREADS = CONSUMERS + 32 * COPIERS;
 #ifdef WGMMA  // registers of a thread that computes, and of one that copies
 constexpr int LEFT = TOKENS == 128 && WEIGHT_TILES == 12 ? 32 : 56;
@@ -30,7 +37,8 @@ constexpr int TAKEN = WEIGHT_TILES == 12 ? (512 - LEFT) / 3 / 8 * 8 : 224;
 constexpr bool TAKES_MORE = WEIGHT_TILES == 12 || (TOKENS == 128 && WEIGHT_TILES == 8);
 #endif
 constexpr int RING = STAGES * STAGE;
-constexpr int SUMS = TOKENS / 2;  // of a lane
+constexpr int TOGETHER = CLUSTER * TOKENS;  // tokens that share a copy of weights
+constexpr int SUMS = TOKENS / 2;            // of a lane
 
 /* The work of a launch. */
 struct Work {
@@ -40,7 +48,7 @@ struct Work {
     int rows, cols, groups;
 
     __device__ __forceinline__ int padded() const { return (rows + 7) / 8 * 8; }
-    __device__ __forceinline__ int token_tiles() const { return (rows + TOKENS - 1) / TOKENS; }
+    __device__ __forceinline__ int token_tiles() const { return (rows + TOGETHER - 1) / TOGETHER; }
     __device__ __forceinline__ int units() const { return token_tiles() * groups * TREE_SLICES; }
 };
 
@@ -51,7 +59,8 @@ struct Unit {
 
     __device__ __forceinline__ Unit(const Work& work, int index) {
         const int rest = index / work.groups;
-        group = index % work.groups, slice = rest % TREE_SLICES, first_token = rest / TREE_SLICES * TOKENS;
+        group = index % work.groups, slice = rest % TREE_SLICES;
+        first_token = rest / TREE_SLICES * TOGETHER + blockIdx.x % CLUSTER * TOKENS;
     }
 };
 
@@ -67,7 +76,8 @@ struct Share {
 
     __device__ __forceinline__ explicit Share(const Work& work) {
         const i64 all = (i64)work.units() * TREE_WARPS;
-        begin = (int)(all * blockIdx.x / gridDim.x), end = (int)(all * (blockIdx.x + 1) / gridDim.x);
+        const int own = blockIdx.x / CLUSTER, others = gridDim.x / CLUSTER;
+        begin = (int)(all * own / others), end = (int)(all * (own + 1) / others);
     }
 
     __device__ __forceinline__ bool has_open() const { return end % TREE_WARPS > 0; }
@@ -119,24 +129,24 @@ struct Slot {
     }
 };
 
-/* By each of the COPIERS warps, for its part of a stage's row tiles and tokens, all ordered by one lane. What
- * is not there is not copied, and nobody reads it. Weights are asked for before the kernel ahead has ended.
- */
+/* By each of the COPIERS warps, for its part of a stage's row tiles and tokens, all ordered by one lane; what
+ * is not there is not copied and nobody reads it. Weights are asked for before the kernel ahead has ended. */
 template <class Matrix>
 __device__ __forceinline__ void copy_all(const Work& work, const Share& share, const Ring& ring,
                                          const Matrix& matrix) {
     constexpr int OWN = WEIGHT_TILES / COPIERS;
-    const int copier = __shfl_sync(FULL_WARP, warp_index(), 0) - CONSUMERS / 32;
+    const int rank = blockIdx.x % CLUSTER, copier = __shfl_sync(FULL_WARP, warp_index(), 0) - CONSUMERS / 32;
     auto tokens_of = [&](const Unit& unit) {
-        return min(TOKENS, work.padded() - unit.first_token) / COPIERS;
+        return max(0, min(TOKENS, work.padded() - unit.first_token)) / COPIERS;
     };
     // Of more rows, tiles of tokens that come later ask for weights again, which would have left L2 by then.
-    const bool leave_first = !FP8 && work.rows <= 256;
-    auto copy_chunk = [&](char* to, const char* from, int slot) {
-        if (leave_first)
-            bulk_load_once(to, from, CHUNK_BYTES, &ring.full[slot]);
+    const u64 policy = !FP8 && work.rows <= 256 ? READ_ONCE : READ_AGAIN;
+    auto copy_chunk = [&](char* to, const char* from,
+                          int slot) {  // a block of a cluster brings one of a step
+        if constexpr (CLUSTER > 1)
+            bulk_load_to_all<CLUSTER>(policy, to, from, CHUNK_BYTES, &ring.full[slot]);
         else
-            bulk_load(to, from, CHUNK_BYTES, &ring.full[slot]);
+            bulk_load_as(policy, to, from, CHUNK_BYTES, &ring.full[slot]);
     };
     auto copy_weights = [&](int slot, const RowTiles& tiles, const Unit& unit, int chunk, int halves) {
         const int there = min(OWN, tiles.count - copier * OWN);
@@ -146,8 +156,8 @@ __device__ __forceinline__ void copy_all(const Work& work, const Share& share, c
         const char* from = tiles.first + copier * OWN * tile_bytes(work.cols) + (size_t)chunk * CHUNK_BYTES;
 #pragma unroll
         for (int tile = 0; tile < OWN; ++tile) {
-            if (tile < there) copy_chunk(to, from, slot);
-            if (tile < there && halves == 2)
+            if (tile < there && rank == 0) copy_chunk(to, from, slot);
+            if (tile < there && halves == 2 && rank == CLUSTER - 1)
                 copy_chunk(to + CHUNK_BYTES, from + TREE_WARPS * CHUNK_BYTES, slot);
             to += TILE_BYTES, from += tile_bytes(work.cols);
         }
@@ -166,14 +176,26 @@ __device__ __forceinline__ void copy_all(const Work& work, const Share& share, c
                   if (elect_one()) {
                       if (i >= STAGES) copy_weights(at.index, tiles, unit, chunk, halves);
                       const int count = tokens_of(unit), first = unit.first_token + copier * count;
-                      bulk_load(ring.stages + at.index * STAGE + copier * count * COLUMN_BYTES,
-                                (const char*)work.x + ((size_t)step * work.padded() + first) * COLUMN_BYTES,
-                                count * COLUMN_BYTES, &ring.full[at.index]);
+                      const char* from =
+                          (const char*)work.x + ((size_t)step * work.padded() + first) * COLUMN_BYTES;
+                      char* to = ring.stages + at.index * STAGE + copier * count * COLUMN_BYTES;
+                      if (count) bulk_load(to, from, count * COLUMN_BYTES, &ring.full[at.index]);
                   }
                   at.advance();
                   return true;
               });
     griddep_launch();
+}
+
+/* By a warp, for the weights and tokens that it has read: copies of every block of the cluster wait for it.
+ */
+__device__ __forceinline__ void give_back_everywhere(const Ring& ring, int slot) {
+    if constexpr (CLUSTER > 1) {
+        __syncwarp();
+        if (lane_index() < CLUSTER) mbarrier_arrive_at(cluster_address(&ring.empty[slot], lane_index()));
+    } else {
+        give_back(ring, slot);
+    }
 }
 
 /* FP8: the scales of this lane's rows, of a chunk; else nothing. */
@@ -226,7 +248,7 @@ __device__ __forceinline__ void add_warp(float (&sums)[SUMS], WarpSums& warp, in
         for (int half = 0; half < chunks; ++half)
             warp.multiply(halves[half], stage, half, half == 0 && is_first, scale[half]);
         halves_wait();
-        give_back(ring, at.index);
+        give_back_everywhere(ring, at.index);
         at.advance();
         if (FP8) first += 2 * TREE_WARPS;
     };
@@ -288,7 +310,7 @@ __device__ __forceinline__ void sum_all(const Work& work, const Share& share, co
         const Walk walk(work.cols, unit.slice);
         const TileScales scales(FP8 ? matrix(unit.group) : RowTiles{}, work.cols);
         float sums[SUMS] = {};
-        if (piece.from > 0) HandOver(work, blockIdx.x - 1).take(sums);
+        if (piece.from > 0) HandOver(work, blockIdx.x - CLUSTER).take(sums);
 #pragma unroll 1
         for (int warp = piece.from; warp < piece.to; ++warp)
             add_warp(sums, own, walk.own(warp), walk.chunk(warp, 0), scales, ring, at);
@@ -336,13 +358,21 @@ __device__ __forceinline__ void each_token(const Unit& unit, int rows, const flo
     });
 }
 
+__device__ __forceinline__ void meet_cluster() {
+    if constexpr (CLUSTER > 1) {
+        cluster_arrive_relaxed();
+        cluster_wait();
+    }
+}
+
 /* The whole of it. sink(unit, sums) gets a warp's 16 outputs x TOKENS tokens: each_column. */
 template <class Matrix, class Sink>
 __device__ __forceinline__ void wide(const Work& work, const Matrix& matrix, const Sink& sink) {
     extern __shared__ __align__(1024) char dynamic[];  // RING bytes, then barriers
     const Ring ring(dynamic, RING);
     const Share share(work);
-    if (threadIdx.x == 0) ring.open(COPIERS);
+    if (threadIdx.x == 0) ring.open(COPIERS, CLUSTER > 1 ? CLUSTER * CONSUMERS / 32 : CONSUMERS);
+    meet_cluster();  // its barriers are there
     __syncthreads();
     if (warp_index() >= CONSUMERS / 32) {
 #ifdef WGMMA
@@ -355,6 +385,7 @@ __device__ __forceinline__ void wide(const Work& work, const Matrix& matrix, con
 #endif
         sum_all(work, share, ring, matrix, sink);
     }
+    meet_cluster();  // nobody's barriers go while the other may arrive at them
 }
 
 /* A packed matrix by groups. */

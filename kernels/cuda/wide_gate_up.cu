@@ -11,6 +11,8 @@
 #define ACT SILU
 #endif
 
+constexpr int AT_ONCE = 8;  // outputs of a lane
+
 struct Gated {
     const float* scale;  // 1 / rms of each row, or null
     bf16* h;
@@ -19,9 +21,23 @@ struct Gated {
     __device__ __forceinline__ void operator()(const Unit& unit, const float (&sums)[SUMS]) const {
         const int f = unit.group * OUTPUTS / 2 + 8 * warp_index() + lane_index() / 4;
         if (f >= ffn) return;
-        each_token(unit, rows, scale, ffn, sums, [&](size_t at, float gate, float up) {
-            h[at + f] = to_bf16(activate(ACT, gate, up, 0.f, 0.f));
-        });
+        const Scales scales(unit, rows, scale);
+        const int first = unit.first_token + 2 * (lane_index() % 4), there = rows - first;
+        bf16* const to = h + (size_t)first * ffn + f;
+#pragma unroll
+        for (int k = 0; k < SUMS / 2; k += AT_ONCE) {
+            if (offset(k) >= there) return;
+            float gate[AT_ONCE], up[AT_ONCE];
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+                const int low = 2 * (k + i) - i % 2;
+                gate[i] = sums[low] * scales.of[k + i], up[i] = sums[low + 2] * scales.of[k + i];
+            }
+            activate_all(ACT, gate, up);
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i)
+                if (offset(k + i) < there) to[(size_t)offset(k + i) * ffn] = to_bf16(gate[i]);
+        }
     }
 };
 

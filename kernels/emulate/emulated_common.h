@@ -10,6 +10,7 @@ inline u32 pack_bf16(float low, float high) {
     return round(high) << 16 | round(low);
 }
 
+inline float rcp_fast(float x) { return 1.f / x; }
 inline float exp2_fast(float x) {
     float y = exp2f(x);
     return y < 1.17549435e-38f ? 0.f : y;

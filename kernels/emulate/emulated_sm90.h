@@ -109,6 +109,10 @@ inline void mbarrier_arrive(u64* barrier, EMULATE_SITE) {
 inline void mbarrier_arrive_expect(u64* barrier, u32 bytes, EMULATE_SITE) {
     emulate::mbarrier_arrive((uint64_t*)barrier, bytes, site);
 }
+inline void mbarrier_arrive_at(u32 barrier, EMULATE_SITE) {
+    char* own = emulate_self->shared + (barrier & 0xffffff);
+    emulate::mbarrier_arrive((uint64_t*)emulate::cluster_map(own, barrier >> 24), 0, site);
+}
 inline bool mbarrier_try_wait(u64* barrier, u32 parity, EMULATE_SITE) {
     return emulate::mbarrier_test((uint64_t*)barrier, parity, site);
 }
@@ -136,8 +140,15 @@ inline void bulk_load(void* shared, const void* global, u32 bytes, u64* barrier,
     if (bytes % 16) emulate::fail("bulk_load: %u bytes is not a multiple of 16", bytes);
     emulate::bulk_copy(shared, global, bytes, (uint64_t*)barrier, site);
 }
-inline void bulk_load_once(void* shared, const void* global, u32 bytes, u64* barrier, EMULATE_SITE) {
+inline void bulk_load_as(u64, void* shared, const void* global, u32 bytes, u64* barrier, EMULATE_SITE) {
     bulk_load(shared, global, bytes, barrier, site);
+}
+template <int Blocks>
+void bulk_load_to_all(u64, void* shared, const void* global, u32 bytes, u64* barrier, EMULATE_SITE) {
+    emulate::aligned(shared, 16, "bulk_load, shared side");
+    emulate::aligned(global, 16, "bulk_load, global side");
+    if (bytes % 16) emulate::fail("bulk_load: %u bytes is not a multiple of 16", bytes);
+    emulate::bulk_copy_to_all(shared, global, bytes, (uint64_t*)barrier, Blocks, site);
 }
 inline void fence_async_shared() {}
 

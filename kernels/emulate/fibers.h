@@ -85,6 +85,8 @@ void async_wait(unsigned left);
 void remote_store(void* shared, const void* value, unsigned bytes, uint64_t* barrier, unsigned rank,
                   Site site);
 void bulk_copy(void* shared, const void* global, unsigned bytes, uint64_t* barrier, Site site);
+void bulk_copy_to_all(void* shared, const void* global, unsigned bytes, uint64_t* barrier, unsigned blocks,
+                      Site site);
 
 void mbarrier_init(uint64_t* barrier, unsigned arrivals);
 void mbarrier_arrive(uint64_t* barrier, unsigned bytes, Site site);

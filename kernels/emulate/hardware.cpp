@@ -97,6 +97,23 @@ void bulk_copy(void* shared, const void* global, unsigned bytes, uint64_t* barri
     progress();
 }
 
+/* The same place of every block of the cluster. */
+void bulk_copy_to_all(void* shared, const void* global, unsigned bytes, uint64_t* barrier, unsigned blocks,
+                      Site site) {
+    const Cluster* cluster = self()->block->cluster;
+    if (cluster->blocks.size() != blocks)
+        fail("bulk_load_to_all at %s:%d: to %u blocks of a cluster of %zu", site.file, site.line, blocks,
+             cluster->blocks.size());
+    for (unsigned rank = 0; rank < blocks; ++rank) {
+        char* to = (char*)cluster_map(shared, rank);
+        uint64_t* there = (uint64_t*)cluster_map(barrier, rank);
+        load(there, site);
+        memset(to, 0xff, bytes);
+        cluster->blocks[rank]->bulk.push_back({to, (const char*)global, bytes, bytes, 0, there, false, {}});
+    }
+    progress();
+}
+
 /* A store to block `rank` of the cluster that its mbarrier counts off. */
 void remote_store(void* shared, const void* value, unsigned bytes, uint64_t* barrier, unsigned rank,
                   Site site) {

@@ -16,14 +16,17 @@ from .prefill import frame_of
 
 ROWS = 512  # of one pass
 MOST_OUTPUTS = 8192  # of rows that are normed as wholes
-# (tokens, row tiles of weights, stages) of a block -> us of a step of 64 inputs and of a unit's end, on an
-# H200 (bench/results/wide-h200.json); the bits are the same in all, and in both frames of prefill.py.
+# (tokens, row tiles of weights, stages) of a block and blocks that share weights -> us of a step of 64 inputs
+# and of a unit's end, on an H200 (bench/results/wide-h200.json); the bits are the same in all, and in both
+# frames of prefill.py.
 TILES = {
     "wgmma": {
-        (64, 4, 12): (0.29, 0.3), (64, 8, 8): (0.355, 1.7), (64, 12, 6): (0.42, 6),
-        (128, 8, 6): (0.42, 5.5), (128, 12, 5): (0.5, 10.5),
+        (64, 4, 12, 1): (0.29, 0.3), (64, 8, 8, 1): (0.355, 1.7), (64, 8, 8, 2): (0.28, 4.7),
+        (64, 12, 6, 1): (0.42, 6), (64, 12, 6, 2): (0.39, 2.1),
+        (128, 8, 6, 1): (0.485, 1.9), (128, 8, 6, 2): (0.43, 3.35), (128, 12, 5, 1): (0.665, 0.8),
+        (128, 12, 5, 2): (0.57, 4.4),
     },
-    "mma": {(64, 4, 12): (0.33, 3), (64, 8, 8): (0.42, 4), (128, 4, 8): (0.44, 4)},
+    "mma": {(64, 4, 12, 1): (0.33, 3), (64, 8, 8, 1): (0.42, 4), (128, 4, 8, 1): (0.44, 4)},
 }  # fmt: skip
 STAGE_K = 64  # inputs of a step
 MOST_WARPS = 16  # of a cut
@@ -60,21 +63,23 @@ def passes(rows):
     return [(slice(at, min(at + ROWS, rows)), min(ROWS, rows - at)) for at in range(0, rows, ROWS)]
 
 
-def tiles_for(kind, dtype):
-    """Those of a frame's TILES whose sums registers hold: with FP8 a chunk's are apart from all before."""
+def tiles_for(kind, dtype, rows=ROWS):
+    """Those of a frame's TILES that have tokens for all blocks of a cluster, and whose sums registers hold:
+    with FP8 a chunk's are apart from all before."""
     most = 12 if kind == "wgmma" else 4  # row tiles: wgmma's warpgroups take registers of those that copy
-    return [tile for tile in TILES[kind] if dtype == "bf16" or (tile[0] == 64 and tile[1] <= most)]
+    held = [tile for tile in TILES[kind] if dtype == "bf16" or (tile[0] == 64 and tile[1] <= most)]
+    return [tile for tile in held if rows > (tile[3] - 1) * tile[0]]
 
 
 def choose(sms, rows, outputs, cut, cols, kind="wgmma", dtype="bf16"):
     """The entry of a frame's TILES whose blocks end first."""
 
     def cost(tile):
-        (tokens, tiles, _), (step, end) = tile, TILES[kind][tile]
-        units = -(-rows // tokens) * -(-outputs // (split.TILE * tiles)) * cut.slices
+        (tokens, tiles, _, cluster), (step, end) = tile, TILES[kind][tile]
+        units = cluster * -(-rows // (cluster * tokens)) * -(-outputs // (split.TILE * tiles)) * cut.slices
         return max(1, units / sms) * (steps(cols, cut) / cut.slices * step + end)
 
-    return min(tiles_for(kind, dtype), key=cost)
+    return min(tiles_for(kind, dtype, rows), key=cost)
 
 
 def _up(count):
@@ -127,12 +132,17 @@ class Laid:
     rest: Any
 
 
-def run(backend, cut, file, kernel, grid, block, args, defines=None, shared=0):
+def tree_of(cut):
+    """Its defines."""
+    return {"TREE_SLICES": cut.slices, "TREE_WARPS": cut.warps}
+
+
+def run(backend, cut, file, kernel, grid, block, args, defines=None, shared=0, cluster=1):
     """A launch with the cut's tree."""
-    tree = {"TREE_SLICES": cut.slices, "TREE_WARPS": cut.warps}
     backend.launch(
-        file, kernel, grid, block, shared, args, tree | (defines or {}), dependent=backend.dependent
-    )
+        file, kernel, grid, block, shared, args, tree_of(cut) | (defines or {}), cluster=cluster,
+        dependent=backend.dependent,
+    )  # fmt: skip
 
 
 def lay(backend, x, pick, norm, eps, cut, work, at=COUNTERS):
@@ -164,14 +174,18 @@ def groups_of(tile, *outputs):
 
 def frame(backend, laid, tile, file, kernel, args, outputs, w, defines=None):
     """The frame of wide.cuh. tile: tile_of. outputs: of each matrix, which are like w."""
-    tokens, tiles, stages = tile
-    units = -(-laid.rows // tokens) * groups_of(tile, *outputs) * laid.cut.slices
+    tokens, tiles, stages, cluster = tile
+    units = -(-laid.rows // (cluster * tokens)) * groups_of(tile, *outputs) * laid.cut.slices
     is_fp8 = w.dtype == "fp8"
     shared = stages * (STAGE_K * (2 * tokens + (1 if is_fp8 else 2) * split.TILE * tiles) + 16)
-    names = dict(zip(("TOKENS", "WEIGHT_TILES", "STAGES"), tile, strict=True)) | (defines or {})
+    names = dict(zip(("TOKENS", "WEIGHT_TILES", "STAGES", "CLUSTER"), tile, strict=True)) | (defines or {})
     names |= ({"WGMMA": 1} if frame_of(backend) == "wgmma" else {}) | ({"FP8": 1} if is_fp8 else {})
-    blocks = min(units, backend.sms)  # they wait for each other: the card holds one a multiprocessor
-    run(backend, laid.cut, file, kernel, blocks, 32 * tiles + 128, args, names, shared)
+    threads, held = 32 * tiles + 128, backend.sms  # they wait for each other: the card holds one each
+    if cluster > 1:  # where there is room for both
+        function = backend.device.function(file, kernel, tree_of(laid.cut) | names)
+        held = min(held, backend.device.holds(function, threads, shared, cluster))
+    blocks = min(units, held // cluster) * cluster
+    run(backend, laid.cut, file, kernel, blocks, threads, args, names, shared, cluster)
 
 
 def product(backend, laid, w, v=None, y=None, scale=None, outputs=None):
