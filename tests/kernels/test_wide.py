@@ -145,7 +145,7 @@ def test_frames_and_tiles_have_the_same_bits(ops, rng, cut, kind, tile, dtype, m
 @on_gpu_backends
 @pytest.mark.parametrize("cut", CUTS[1:2], indirect=True, ids=str)
 def test_gates_of_every_size(ops, rng, cut, monkeypatch):  # noqa: F811
-    """From subnormal ones to those whose exponential overflows, and zeros: each is divided as one alone is."""
+    """From subnormal ones to those whose exponential overflows, and zeros: divided as one alone is."""
     sizes = np.ldexp(1.0, rng.permuted(np.arange(64) * 3 - 120))[:, None]
     sizes[::7] = 0
     agree(ops, "gate_up bare", rng, 64, monkeypatch=monkeypatch, scale=sizes)
