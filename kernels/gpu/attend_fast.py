@@ -63,6 +63,11 @@ class Shape:
         if wgmma:
             self.defines["WGMMA"] = 1
 
+    def shared_of(self, kept):
+        """Dynamic shared bytes of a block that holds so many leaves of K, and of V, at once."""
+        more = 4 * leaf_of(self.size) * self.size * (kept - 1)
+        return -(-self.shared // 1024) * 1024 + more if more else self.shared
+
     def most_splits(self, sms):
         """Two blocks a multiprocessor, with one for a window, which may begin within a unit. Large heads:
         one, or two, for all groups of a block's rows, so that they may wait for each other."""
@@ -105,10 +110,11 @@ class Shape:
 
 
 def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, sinks, work, o,
-           waits=True, early=True, whole=None, **tuning):  # fmt: skip
+           waits=True, early=True, whole=None, kept=None, **tuning):  # fmt: skip
     """Row `attend` of the table; None declines. waits: blocks may wait for each other. early: old keys may be
     asked for before the kernel ahead has ended. whole: a block takes all units of its rows or not, None:
-    whichever is faster; the bits are the same. tuning: of `Shape`.
+    whichever is faster; kept: leaves of keys that such a block holds, 1 or 2; the bits are the same. tuning:
+    of `Shape`.
     """
     rows, heads, size = q.shape
     slots, groups, cached, _ = cache_k.shape
@@ -138,8 +144,10 @@ def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, 
         sizes = [o[here], total, heads, groups, cached, shape.ratio, shape.group, shape.splits]
         block = threads_of(size), shape.shared
         if whole:
+            leaves = kept or (2 if math.prod(grid) <= backend.sms else 1)  # a block alone has room for both
+            block, defines = (threads_of(size), shape.shared_of(leaves)), shape.defines | {"KEPT": leaves}
             backend.launch(
-                "attend_whole.cu", "attend_whole", grid, *block, args + sizes, shape.defines,
+                "attend_whole.cu", "attend_whole", grid, *block, args + sizes, defines,
                 dependent=backend.dependent,
             )  # fmt: skip
             continue
