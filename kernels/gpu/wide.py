@@ -30,7 +30,8 @@ TILES = {
 }  # fmt: skip
 STAGE_K = 64  # inputs of a step
 MOST_WARPS = 16  # of a cut
-LAID_AT_ONCE = 4  # chunks of a thread of lay_wide.cu
+LAY_CHUNKS = 32  # of a block of lay_wide
+MOST_LAID = 12  # chunks of a lane of lay_wide_normed under way together, as registers allow
 MOST_SUMS = 128 * 12 * split.TILE  # f32 that a block hands over
 
 
@@ -152,13 +153,14 @@ def lay(backend, x, pick, norm, eps, cut, work, at=COUNTERS):
         places.append(work[at : at + size])
         at += size
     tokens, squares, scale, handed = places
-    # The squares of a row are one block's; a row that is only laid is several blocks'.
-    turns = -(-cols // (split.CHUNK * cut.slices * cut.warps))
-    parts = -(-turns // LAID_AT_ONCE) if norm is None else 1
-    args = [x, pick, norm, eps, tokens, squares, scale, rows, cols]
-    run(backend, cut, "lay_wide.cu", "lay_wide", (rows, parts), 128, args)
+    chunks = -(-cols // split.CHUNK)
+    together = {"LAID_TOGETHER": min(MOST_LAID, -(-chunks // (cut.slices * cut.warps)))}
     if norm is None:
-        squares = scale = None
+        squares, scale, grid = None, None, (rows, -(-chunks // LAY_CHUNKS))
+        run(backend, cut, "lay_wide.cu", "lay_wide", grid, 128, [x, pick, tokens, rows, cols], together)
+    else:  # the squares of a row are one block's
+        args = [x, pick, norm, eps, tokens, squares, scale, rows, cols]
+        run(backend, cut, "lay_wide.cu", "lay_wide_normed", rows, 128, args, together)
     return Laid(cut, rows, cols, work, tokens, squares, scale, handed, work[at:])
 
 

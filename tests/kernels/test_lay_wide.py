@@ -1,0 +1,41 @@
+"""Laying of token rows for wide passes (kernels/cuda/lay_wide.cu): it may begin before its rows are there."""
+
+import numpy as np
+import pytest
+from minidflash.kernels.table import SILU
+from minidflash.kernels.weight import MATRIX, PAIRS, TABLE
+
+from tests.cases import Make, put
+from tests.compare import assert_same_bits
+from tests.fast_rows import on_gpu_backends
+
+ROWS, COLS, OUTPUTS = 40, 360, 24
+
+
+def chain(ops, table, weight, ids, norm):
+    """Rows are looked up, then multiplied; with their norm, if there is one."""
+    work = ops.array((ops.backend.work_size(ROWS, COLS, weight.rows),), "f32")
+    ops.upload(work, np.zeros(work.shape, np.float32))
+    x, out = ops.array((ROWS, COLS), "A"), ops.array((ROWS, OUTPUTS), "A")
+    ops.embed(ids, table, 1.0, x)
+    if norm is None:
+        ops.linear(x, weight, None, work, out)
+    else:
+        ops.gate_up(x, norm, 1e-6, SILU, weight, work, out)
+    return ops.download(out)
+
+
+@on_gpu_backends
+@pytest.mark.parametrize("is_normed", [False, True])
+def test_rows_are_laid_once_they_are_there(ops, rng, is_normed, monkeypatch):
+    make = Make(rng, "bf16")
+    table = ops.backend.weight([make.w(64, COLS)], TABLE)
+    weight = make.w(2 * OUTPUTS, COLS) if is_normed else make.w(OUTPUTS, COLS)
+    weight = ops.backend.weight([weight], PAIRS if is_normed else MATRIX)
+    ids = put(ops, rng.integers(0, 64, ROWS).astype(np.int32), "i32")
+    norm = put(ops, np.ones(COLS, np.float32), "f32") if is_normed else None
+    monkeypatch.setattr(ops.backend, "dependent", False)
+    want = chain(ops, table, weight, ids, norm)
+    monkeypatch.setattr(ops.backend, "dependent", True)
+    assert_same_bits(chain(ops, table, weight, ids, norm), want)
+    assert ops.backend.variants["gate_up" if is_normed else "linear"] == "wide"
