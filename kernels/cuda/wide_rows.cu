@@ -48,8 +48,9 @@ __device__ __forceinline__ void end_row(const float* y, const float* bias, const
     Neighbours<bf16, PER> v{};
     Neighbours<float, PER> more{};
     if (bias) more.load<false>(bias + n, there);
+    if (ADDS && is_whole) v.load_l2(to);  // the product, which let this start, had waited for what writes it
     griddep_wait();
-    if (ADDS) is_whole ? v.load<true>(to, PER) : v.load<false>(to, there);
+    if (ADDS && !is_whole) v.load<false>(to, there);
     const int tap = ADDS && taps ? tap_row[row] : -1;
     const Sums sums = sums_of(y, row, rows, outputs, n, there);
 #pragma unroll

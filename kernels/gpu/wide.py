@@ -138,11 +138,11 @@ def tree_of(cut):
     return {"TREE_SLICES": cut.slices, "TREE_WARPS": cut.warps}
 
 
-def run(backend, cut, file, kernel, grid, block, args, defines=None, shared=0, cluster=1):
-    """A launch with the cut's tree."""
+def run(backend, cut, file, kernel, grid, block, args, defines=None, shared=0, cluster=1, early=()):
+    """A launch with the cut's tree. early: what it reads before the launch ahead has ended."""
     backend.launch(
         file, kernel, grid, block, shared, args, tree_of(cut) | (defines or {}), cluster=cluster,
-        dependent=backend.dependent,
+        dependent=backend.dependent, early=early,
     )  # fmt: skip
 
 
@@ -205,9 +205,10 @@ def product(backend, laid, w, v=None, y=None, scale=None, outputs=None):
     return y
 
 
-def end(backend, laid, kernel, args, outputs, defines=None):
+def end(backend, laid, kernel, args, outputs, defines=None, early=()):
     """The end of rows by blocks of 1,024 outputs."""
-    run(backend, laid.cut, "wide_rows.cu", kernel, (-(-outputs // 1024), laid.rows), 256, args, defines)
+    grid = -(-outputs // 1024), laid.rows
+    run(backend, laid.cut, "wide_rows.cu", kernel, grid, 256, args, defines, early=early)
 
 
 def end_whole(backend, laid, kernel, args):
@@ -264,7 +265,7 @@ def linear_add(backend, a, w, bias, norm, eps, scale, tap_row, tap_at, x, taps, 
             end_whole(backend, laid, "end_linear_add_normed", args)
         else:
             args = [y, bias, own, x[here], taps, w.rows, tap_at, columns]
-            end(backend, laid, "end_linear_add", args, w.rows)
+            end(backend, laid, "end_linear_add", args, w.rows, early=(x[here],))
     return True
 
 

@@ -1,4 +1,5 @@
-"""Laying of token rows for wide passes (kernels/cuda/lay_wide.cu): it may begin before its rows are there."""
+"""The kernels before and behind a wide product (lay_wide.cu, wide_rows.cu) may start before what they read is
+there."""
 
 import numpy as np
 import pytest
@@ -39,3 +40,23 @@ def test_rows_are_laid_once_they_are_there(ops, rng, is_normed, monkeypatch):
     monkeypatch.setattr(ops.backend, "dependent", True)
     assert_same_bits(chain(ops, table, weight, ids, norm), want)
     assert ops.backend.variants["gate_up" if is_normed else "linear"] == "wide"
+
+
+@on_gpu_backends
+def test_sums_are_added_to_what_the_layer_before_left(ops, rng, monkeypatch):
+    """The end of a product asks for x before the product has ended, not before x is there."""
+    make = Make(rng, "bf16")
+    weight, a = ops.backend.weight([make.w(COLS, COLS)], MATRIX), put(ops, make.a(ROWS, COLS), "A")
+    first = make.a(ROWS, COLS)
+
+    def twice(is_dependent):
+        monkeypatch.setattr(ops.backend, "dependent", is_dependent)
+        work, x = ops.array((ops.backend.work_size(ROWS, COLS, COLS),), "f32"), put(ops, first, "A")
+        ops.upload(work, np.zeros(work.shape, np.float32))
+        for _ in range(2):
+            ops.linear_add(a, weight, None, None, 0.0, None, None, 0, x, None, work)
+        return ops.download(x)
+
+    want = twice(False)
+    assert_same_bits(twice(True), want)
+    assert ops.backend.variants["linear_add"] == "wide"
