@@ -17,12 +17,13 @@ PRIOR, WEIGHT = (
     1.0,
 )  # acceptance of a position before anything is known, and how many rounds that counts for
 LEARN = 0.2  # weight of a new time
+# After so many rounds that drafted, a plain one is timed again, and of a number of lanes the width that ran
+# longest ago: its time may have been another program's fault or that of shorter contexts.
+LOOK = 64
 # Of a width that all lanes share: what share of its rounds drafting may lose, and how many plain rounds of a
 # lane more with each new text, which may be one of another kind; with how many it begins, and how many it may
-# have; every how many rounds of one number of lanes the width runs that ran longest ago, since its time may
-# have been another program's fault or that of shorter contexts; and how many first times of a kind the best
-# is taken of.
-SHARED_PROBE, FIRST, START, MOST, LOOK, BEST_OF = 0.01, 0.25, 1.0, 4.0, 64, 2
+# have; and how many first times of a kind the best is taken of.
+SHARED_PROBE, FIRST, START, MOST, BEST_OF = 0.01, 0.25, 1.0, 4.0, 2
 
 
 def widths(block):
@@ -45,6 +46,7 @@ class Schedule:
         self.kept, self.seen = [0.0] * block, [0.0] * block
         self.lost, self.tokens = 0.0, 0
         self._totals = None  # `expected` of each width, until a draft is learned from
+        self._drafted = 0  # rounds since a plain one
 
     def begin(self):
         """A new text: most of what was learned about the last one does not hold for it."""
@@ -63,6 +65,8 @@ class Schedule:
         """v of the next round: what was asked for, or the best that the allowance permits."""
         if request.verify != "auto":
             return request.verify
+        if self._drafted >= LOOK:
+            return 1
         plain = self.seconds[1]
         allowance = plain * (CREDIT + PROBE * self.tokens) - self.lost
         affordable = [width for width, cost in self.seconds.items() if cost - plain <= allowance]
@@ -86,8 +90,12 @@ class Schedule:
         if width in self.seconds:
             known = self.seconds[width]
             self.seconds[width] = known + LEARN * (min(seconds, 2 * known) - known)
+            if width == 1 and self._drafted >= LOOK and seconds < known:  # what it cost before is long ago
+                self.seconds[1], self.lost = seconds, max(self.lost, -EARNED * seconds)
         if width == 1:
+            self._drafted = 0
             return
+        self._drafted += 1
         self._totals = None
         self.lost += seconds - emitted * self.seconds.get(1, 0.0)
         for i in range(1, width):

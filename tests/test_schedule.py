@@ -215,6 +215,21 @@ def test_a_text_that_turns_bad_falls_back_to_plain_rounds(rng):
     assert schedule.choose(AUTO) in (1, 4)
 
 
+def test_plain_rounds_that_become_cheaper_are_noticed(rng):
+    """While every round drafts, none says what a plain one costs now."""
+    schedule, chosen = fresh(dict.fromkeys(CPU, 20.0)), []
+    schedule.begin()
+    for _ in range(400):
+        width = schedule.choose(AUTO)
+        accepted = int(np.argmin(np.append(rng.random(width - 1) < 0.6, False)))
+        schedule.learn(width, accepted, accepted + 1, 6.0 if width == 1 else 20.0)
+        chosen.append(width)
+    assert 1 not in chosen[:64] and chosen[200:].count(1) > 150
+    schedule = fresh(CPU)
+    total, plain = play(schedule, 2000, 0.95, rng)
+    assert total < 0.45 * plain, "rounds that pay are hardly fewer"
+
+
 def test_a_width_that_was_asked_for_is_taken():
     schedule = Schedule(16)
     assert schedule.choose(SimpleNamespace(verify=7)) == 7
