@@ -1,17 +1,17 @@
 /* The frame of the wide_* kernels: tokens (rows x K) times packed weights (N x K) transposed for 17 to 512
  * rows, with the sums of skinny.cuh. Tokens come from lay_wide.cu.
- * Grid:   at most as many blocks as the card holds together, or clusters of two that share weights, of which
- *         each brings half to both. A unit of work is a tile of TOKENS tokens, a
- *         group of 16 * WEIGHT_TILES outputs and a slice of K; units in a row are dealt out to blocks by
- *         warps of the tree, so that all blocks end together: a block's share may begin and end within a
- *         unit. It first sums what it has of the last one, from that unit's first warp on, and hands it over
- *         in the workspace; what it has of its first unit comes last, upon what the block before it has
- *         handed over. A warpgroup for 64 outputs x TOKENS tokens each, and one that copies. Packed weights
- *         are the A operand of wgmma, or without WGMMA of mma.sync, in registers as they lie in memory;
- *         tokens its B operand.
- * Moves:  each unit its weights and tokens once from L2, through a ring of bulk copies of 64 k. Bound by what
- *         comes to a multiprocessor: 64 GB/s each on an H200, as with cuBLAS. Two sets of sums, of the tree's
- *         warp and of all before, leave registers for 128 x 192 outputs and no more.
+ * Grid:   at most as many blocks as the card holds together, or clusters of two that share weights, of
+ *         which each brings half to both. A unit of work is a tile of TOKENS tokens, a group of 16 *
+ *         WEIGHT_TILES outputs and a slice of K; units in a row are dealt out to blocks by warps of the
+ *         tree, so that all blocks end together: a block's share may begin and end within a unit. It first
+ *         sums what it has of the last one, from that unit's first warp on, and hands it over in the
+ *         workspace; what it has of its first unit comes last, upon what the block before it has handed
+ *         over. A warpgroup for 64 outputs x TOKENS tokens each, and one that copies. Packed weights are
+ *         the A operand of wgmma, or without WGMMA of mma.sync, in registers as they lie in memory; tokens
+ *         its B operand.
+ * Moves:  each unit its weights and tokens once from L2, through a ring of bulk copies of 64 k. From 256 rows
+ *         on bound by what comes to a multiprocessor, 64 GB/s on an H200: two sets of sums, of the tree's
+ *         warp and of all before, leave registers for 128 x 192 outputs and no more (bench/NOTES.md).
  * Bits:   an output's sum runs over a warp's chunks, then warps, then slices, each ascending, whoever sums
  *         them. wgmma and mma.sync round alike (tests/kernels/test_wide.py, bench/wide.py).
  * Source: kernel-playbook 7; shares that end together as in Stream-K (Osama et al. 2023). */
