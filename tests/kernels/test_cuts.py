@@ -20,10 +20,11 @@ from tests.kernels.test_fast_prefill import Prompt, even
 
 COUNTS, SMS = range(1, 65), 8
 # Of a launch, what follows the number of rows and shows in no bit (test_fast_bits.py, test_fast_attend.py,
-# test_fast_prefill.py): how many rows there are, how many share a block, how far ahead weights are asked
-# for, and whether a step's chunks need branches.
+# test_attend_whole.py, test_fast_prefill.py, test_wide.py): how many rows there are, how many share a block or
+# a cluster, how far ahead weights and keys are asked for, and whether a step's chunks need branches.
 ROWS = {"rows", "T", "M", "tokens", "group", "waits", "early", "width", "B"}
 TILES = {"TOKEN_TILES", "STEP_CHUNKS", "STEPS_AHEAD", "EVEN_STEPS", "TOKENS", "WEIGHT_TILES", "STAGES"}
+TILES |= {"CLUSTER", "KEPT"}
 
 
 class Card:
@@ -51,7 +52,7 @@ class Card:
             for parameter, value in zip(function.parameters, args, strict=True)
             if parameter.scalar is not None and parameter.name not in ROWS
         }
-        threads = None if "TOKENS" in function.defines else block
+        threads, cluster = (None, None) if "TOKENS" in function.defines else (block, cluster)
         self.told.add((function.name, *map(str, (defines, scalars, threads, cluster))))
 
 
