@@ -28,6 +28,10 @@ _TRAPS = ["-fsanitize=alignment,bounds,shift,signed-integer-overflow,integer-div
           "-fsanitize-undefined-trap-on-error"]  # fmt: skip
 _SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"]
 
+# Characters of a source and its headers above which a kernel is built without optimisation: products on
+# tensor cores, which take longer to optimise than tests take to run them. What models run is shorter.
+_LONG = 45_000
+
 _lock = threading.Lock()
 _temporary = None  # holds libraries where there is no cache folder, or none that takes them
 
@@ -112,7 +116,7 @@ def _build_locked(name, arguments, inputs, files=None, parsed=()):
     """Compile into the cache unless it is there; returns the library's path.
 
     inputs: strings that determine the result besides the arguments. files: {name: text} put where g++ runs.
-    parsed: flags with which headers are parsed once for all builds; none: for each.
+    parsed: flags with which what builds share is compiled once for all; none: for each.
     """
     files = files or {}
     global _temporary
@@ -127,7 +131,10 @@ def _build_locked(name, arguments, inputs, files=None, parsed=()):
         out = Path(work) / "out.so"
         for file, text in files.items():
             (Path(work) / file).write_text(text, encoding="utf-8")
-        first = [f"-I{_parsed(*parsed).name}"] if parsed else []
+        first = []
+        if parsed:
+            shared = Path(_parsed(*parsed).name)
+            first = [f"-I{shared}", str(shared / "entry.o")]
         command = [path, *first, *arguments, "-shared", "-o", str(out)]
         result = subprocess.run(command, check=False, capture_output=True, text=True, cwd=work)
         if result.returncode:
@@ -164,12 +171,14 @@ def runtime():
 
 @cache
 def _parsed(*flags):
-    """A folder with the shim's headers as g++ keeps them parsed, a third of a build's time; as long as the
-    process lives. g++ takes them where the flags are the same, and else the headers."""
+    """A folder with what all builds of these flags share, as long as the process lives: the headers as
+    g++ keeps them parsed, and entry.cpp compiled, each a part of a build. g++ takes the former where the
+    flags are the same, and else the headers."""
     place = tempfile.TemporaryDirectory(prefix="minidflash-")
-    out = Path(place.name) / "cuda_language.h.gch"
-    command = [compiler()[0], *flags, "-x", "c++-header", str(FOLDER / "cuda_language.h"), "-o", str(out)]
-    subprocess.run(command, check=False, capture_output=True)
+    for what in ("c++-header", "cuda_language.h", "cuda_language.h.gch"), ("c++", "entry.cpp", "entry.o"):
+        language, file, out = what
+        command = [compiler()[0], *flags, "-x", language, "-c", str(FOLDER / file)]
+        subprocess.run([*command, "-o", str(Path(place.name) / out)], check=False, capture_output=True)
     return place
 
 
@@ -199,8 +208,9 @@ def kernels(path, defines):
         for n in names
     )
     text = f'#include "cuda_language.h"\n#include "{path}"\n#include "call.h"\n{entry}'
+    is_long = sum(map(len, texts.values())) > _LONG
     flags = [
-        "-O1",
+        "-O0" if is_long or finds_races() else "-O1",
         *_FLAGS,
         *_machine_flags(),
         *(_SANITIZE if is_sanitized() else _TRAPS),
@@ -214,7 +224,7 @@ def kernels(path, defines):
         f"-fmacro-prefix-map={source.CUDA_FOLDER}/=",
         "-x",
         "c++",
-        str(FOLDER / "entry.cpp"),
+        *([] if parsed else [str(FOLDER / "entry.cpp")]),
         "kernels.cpp",
     ]
     flags += ["-x", "assembler", "places.s"]

@@ -250,6 +250,10 @@ static void run_block(Block* block) {
                 uint64_t progress_before = launch.progress;
                 run_fiber(&fiber);
                 if (launch.has_failed) return;
+                if (!(warp->alive >> lane & 1)) {  // the next to start takes it while caches have it
+                    release_stack(fiber.stack);
+                    fiber.stack = nullptr;
+                }
                 if (!(warp->spinning >> lane & 1) && launch.progress == progress_before) progress();
                 again = true;
             }

@@ -90,7 +90,10 @@ def random_case(ops, rng, slots, width, block, D, V, limit=None, **law):
 @pytest.mark.parametrize("slots, width, block, D, V, limit",
                          [(3, 4, 5, 40, 77, 70), (1, 16, 16, 24, 700, 700), (4, 1, 1, 8, 9, 9)])  # fmt: skip
 def test_both_match_the_oracle(ops, rng, slots, width, block, D, V, limit, law):
-    for temperature in (0.3, 1.0, 1.7, 50.0):
+    temperatures = 0.3, 1.0, 1.7, 50.0
+    if ops.name == "emulate" and not FULL:  # half by turns: every law and every shape has all four
+        temperatures = temperatures[(FILTERS.index(law) + slots) % 2 :: 2]
+    for temperature in temperatures:
         first, second = random_case(
             ops, rng, slots, width, block, D, V, limit, temperature=temperature, **law
         )
