@@ -3,8 +3,9 @@
     python bench/peers/cpu.py [--prompts FILE|golden] [--each 3] [--tokens 64] [--repeat 3] [--threads 2]
         [--programs minidflash llama.cpp ...] [--timeout 900] [--clock wall|processor]
 
-llama.cpp (from llama-cpp-python's sources), transformers and the public dflash package are each installed, by
-pip and once, into an environment of their own in the cache folder. Every way of a program takes its turn
+llama.cpp (from llama-cpp-python's sources, for this processor unless CMAKE_ARGS says otherwise), transformers
+and the public dflash package are each installed, by pip and once, into an environment of their own in the
+cache folder. Every way of a program takes its turn
 in a process of its own, every turn anew, so that all meet the same machine; one that fails or does not end
 is told of in the result, and the others go on. Greedy, end tokens ignored, tokens a second behind the first.
 --clock processor: on a busy machine only processor time of one thread says something.
@@ -33,7 +34,7 @@ from minidflash.request import OPTIONS, prompt_ids
 
 # program -> (script, what pip installs, as command lines, its ways)
 TORCH = ["torch==2.13.0", "transformers==5.15.0"], ["--no-deps", "dflash==0.1.0"]  # dflash names these two
-LLAMA = ["llama-cpp-python==0.3.36", "gguf==0.19.0"]
+LLAMA, NATIVE = ["llama-cpp-python==0.3.36", "gguf==0.19.0"], "-DGGML_NATIVE=ON"
 # plain, and its own DFlash at the width that is its default and at the drafter's block
 LLAMA_WAYS = tuple(f"{kind} {way}" for kind in ("q4_1", "q8_0") for way in ("plain", "dflash 4", "dflash 16"))
 PROGRAMS = {
@@ -58,7 +59,7 @@ def environment(installs):
         venv.create(folder, with_pip=True, clear=True)
         for words in installs:
             command = [str(folder / "bin" / "python"), "-m", "pip", "install", "-q", *words]
-            building = {**os.environ, "CMAKE_ARGS": "-DGGML_NATIVE=ON"}
+            building = {"CMAKE_ARGS": NATIVE, **os.environ}
             subprocess.run(command, check=True, env=building, capture_output=True, text=True)
         done.touch()
     return str(folder / "bin" / "python")
@@ -183,6 +184,7 @@ def main():
     reference = answers[REFERENCE][0]["tokens"]
     found = {
         "tokens": args.tokens, "repeat": args.repeat, "threads": args.threads, "clock": args.clock,
+        "cmake_args": os.environ.get("CMAKE_ARGS", NATIVE),
         "prompts": [prompt.get("id", prompt["kind"]) for prompt in prompts],
         "ways": [summary(*one, some, reference) for one, some in answers.items()], "failed": missing | failed,
     }  # fmt: skip
