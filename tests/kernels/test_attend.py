@@ -73,7 +73,7 @@ CASE = ["q", "cache_k", "cache_v", "slot", "pos", "begin", "end", "window", "cau
     pytest.param(p.values[0], heads, window, id=f"{p.id}-{window}-{heads}", marks=p.marks)
     for i, heads in enumerate([(9, 3, 64), (5, 1, 24), (4, 4, 80), (16, 8, 128), (3, 1, 13)])
     for j, window in enumerate([0, 1, 7, 128, 200]) for p in parameters()
-    if FULL or p.values[0][0] != "emulate" or (i + j) % 2 == 0  # some windows of each size, and some sizes
+    if FULL or p.values[0][0] != "emulate" or (i + j) % 2 == 0  # each size has windows, each window sizes
 ], indirect=["ops"])  # fmt: skip
 def test_causal(ops, rng, heads, window):
     compare(ops, make(ops, rng, [n - 1 for n in LENGTHS], heads, window=window))
