@@ -5,9 +5,9 @@
 
 llama.cpp (from llama-cpp-python's sources, for this processor unless CMAKE_ARGS says otherwise), transformers
 and the public dflash package are each installed, by pip and once, into an environment of their own in the
-cache folder. Every way of a program takes its turn
-in a process of its own, every turn anew, so that all meet the same machine; one that fails or does not end
-is told of in the result, and the others go on. Greedy, end tokens ignored, tokens a second behind the first.
+cache folder. Every way of a program takes its turn in a process of its own, every turn anew, so that all meet
+the same machine; one that fails or does not end is told of in the result, and the others go on. Greedy, end
+tokens ignored, tokens a second behind the first.
 --clock processor: on a busy machine only processor time of one thread says something.
 Writes bench/results/peers-cpu.json; exit code 1 where a way failed.
 """
@@ -34,7 +34,8 @@ from minidflash.request import OPTIONS, prompt_ids
 
 # program -> (script, what pip installs, as command lines, its ways)
 TORCH = ["torch==2.13.0", "transformers==5.15.0"], ["--no-deps", "dflash==0.1.0"]  # dflash names these two
-LLAMA, NATIVE = ["llama-cpp-python==0.3.36", "gguf==0.19.0"], "-DGGML_NATIVE=ON"
+LLAMA = ["llama-cpp-python==0.3.36", "gguf==0.19.0"]
+CMAKE_ARGS = os.environ.get("CMAKE_ARGS", "-DGGML_NATIVE=ON")  # what it is built with
 # plain, and its own DFlash at the width that is its default and at the drafter's block
 LLAMA_WAYS = tuple(f"{kind} {way}" for kind in ("q4_1", "q8_0") for way in ("plain", "dflash 4", "dflash 16"))
 PROGRAMS = {
@@ -48,20 +49,20 @@ REFERENCE = "minidflash", "bf16 1"  # whose tokens the others' are compared with
 
 
 def environment(installs):
-    """The Python of the environment that holds these packages, made on the first call.
+    """The Python of the environment that holds these packages, made on the first call with these CMAKE_ARGS.
     Errors: CalledProcessError with pip's last words."""
     if not installs:
         return sys.executable
     name = "-".join(word for words in installs for word in words if not word.startswith("-"))
     folder = cache_folder() / "peers" / name.replace("==", "-")
     done = folder / "installed"
-    if not done.exists():
+    if not done.exists() or done.read_text() != CMAKE_ARGS:
         venv.create(folder, with_pip=True, clear=True)
         for words in installs:
             command = [str(folder / "bin" / "python"), "-m", "pip", "install", "-q", *words]
-            building = {"CMAKE_ARGS": NATIVE, **os.environ}
+            building = {**os.environ, "CMAKE_ARGS": CMAKE_ARGS}
             subprocess.run(command, check=True, env=building, capture_output=True, text=True)
-        done.touch()
+        done.write_text(CMAKE_ARGS)
     return str(folder / "bin" / "python")
 
 
@@ -184,7 +185,7 @@ def main():
     reference = answers[REFERENCE][0]["tokens"]
     found = {
         "tokens": args.tokens, "repeat": args.repeat, "threads": args.threads, "clock": args.clock,
-        "cmake_args": os.environ.get("CMAKE_ARGS", NATIVE),
+        "cmake_args": CMAKE_ARGS,
         "prompts": [prompt.get("id", prompt["kind"]) for prompt in prompts],
         "ways": [summary(*one, some, reference) for one, some in answers.items()], "failed": missing | failed,
     }  # fmt: skip

@@ -324,14 +324,13 @@ __device__ __forceinline__ void sum_all(const Work& work, const Share& share, co
 /* For sinks: f(k, column, low, high) for each token column of a lane's sums, of output rows lane / 4 and 8
  * on. The k-th is offset(k) columns behind the first. */
 __device__ __forceinline__ constexpr int offset(int k) { return 8 * (k / 2) + k % 2; }
+__device__ __forceinline__ constexpr int low_of(int k) { return 2 * k - k % 2; }  // its sums; high: 2 on
 
 template <class F>
 __device__ __forceinline__ void each_column(const float (&sums)[SUMS], const F& f) {
 #pragma unroll
-    for (int k = 0; k < SUMS / 2; ++k) {
-        const int low = 2 * k - k % 2;
-        f(k, 2 * (lane_index() % 4) + offset(k), sums[low], sums[low + 2]);
-    }
+    for (int k = 0; k < SUMS / 2; ++k)
+        f(k, 2 * (lane_index() % 4) + offset(k), sums[low_of(k)], sums[low_of(k) + 2]);
 }
 
 /* The scale of each column; 1 without scales, and where there is no token. */

@@ -30,7 +30,7 @@ struct Gated {
             float gate[AT_ONCE], up[AT_ONCE];
 #pragma unroll
             for (int i = 0; i < AT_ONCE; ++i) {
-                const int low = 2 * (k + i) - i % 2;
+                const int low = low_of(k + i);
                 gate[i] = sums[low] * scales.of[k + i], up[i] = sums[low + 2] * scales.of[k + i];
             }
             activate_all(ACT, gate, up);

@@ -134,10 +134,13 @@ T* kept_shared(T* pointer) {
 
 inline bool elect_one() { return lane_index() == 0; }
 
-inline void bulk_load(void* shared, const void* global, u32 bytes, u64* barrier, EMULATE_SITE) {
+inline void check_bulk(const void* shared, const void* global, u32 bytes) {
     emulate::aligned(shared, 16, "bulk_load, shared side");
     emulate::aligned(global, 16, "bulk_load, global side");
     if (bytes % 16) emulate::fail("bulk_load: %u bytes is not a multiple of 16", bytes);
+}
+inline void bulk_load(void* shared, const void* global, u32 bytes, u64* barrier, EMULATE_SITE) {
+    check_bulk(shared, global, bytes);
     emulate::bulk_copy(shared, global, bytes, (uint64_t*)barrier, site);
 }
 inline void bulk_load_as(u64, void* shared, const void* global, u32 bytes, u64* barrier, EMULATE_SITE) {
@@ -145,9 +148,7 @@ inline void bulk_load_as(u64, void* shared, const void* global, u32 bytes, u64* 
 }
 template <int Blocks>
 void bulk_load_to_all(u64, void* shared, const void* global, u32 bytes, u64* barrier, EMULATE_SITE) {
-    emulate::aligned(shared, 16, "bulk_load, shared side");
-    emulate::aligned(global, 16, "bulk_load, global side");
-    if (bytes % 16) emulate::fail("bulk_load: %u bytes is not a multiple of 16", bytes);
+    check_bulk(shared, global, bytes);
     emulate::bulk_copy_to_all(shared, global, bytes, (uint64_t*)barrier, Blocks, site);
 }
 inline void fence_async_shared() {}

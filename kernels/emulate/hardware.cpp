@@ -90,11 +90,16 @@ void mbarrier_arrive(uint64_t* barrier, unsigned bytes, Site site) {
     store(barrier, state);
 }
 
-void bulk_copy(void* shared, const void* global, unsigned bytes, uint64_t* barrier, Site site) {
+static void order_bulk(Block* block, void* shared, const void* global, unsigned bytes, uint64_t* barrier,
+                       Site site) {
     load(barrier, site);
     memset(shared, 0xff, bytes);
-    self()->block->bulk.push_back({(char*)shared, (const char*)global, bytes, bytes, 0, barrier, false, {}});
+    block->bulk.push_back({(char*)shared, (const char*)global, bytes, bytes, 0, barrier, false, {}});
     progress();
+}
+
+void bulk_copy(void* shared, const void* global, unsigned bytes, uint64_t* barrier, Site site) {
+    order_bulk(self()->block, shared, global, bytes, barrier, site);
 }
 
 /* The same place of every block of the cluster. */
@@ -104,14 +109,9 @@ void bulk_copy_to_all(void* shared, const void* global, unsigned bytes, uint64_t
     if (cluster->blocks.size() != blocks)
         fail("bulk_load_to_all at %s:%d: to %u blocks of a cluster of %zu", site.file, site.line, blocks,
              cluster->blocks.size());
-    for (unsigned rank = 0; rank < blocks; ++rank) {
-        char* to = (char*)cluster_map(shared, rank);
-        uint64_t* there = (uint64_t*)cluster_map(barrier, rank);
-        load(there, site);
-        memset(to, 0xff, bytes);
-        cluster->blocks[rank]->bulk.push_back({to, (const char*)global, bytes, bytes, 0, there, false, {}});
-    }
-    progress();
+    for (unsigned rank = 0; rank < blocks; ++rank)
+        order_bulk(cluster->blocks[rank], cluster_map(shared, rank), global, bytes,
+                   (uint64_t*)cluster_map(barrier, rank), site);
 }
 
 /* A store to block `rank` of the cluster that its mbarrier counts off. */
