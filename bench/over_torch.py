@@ -34,7 +34,7 @@ class Backend:
     """What row functions need of a backend, over torch's memory and current stream."""
 
     activations = "bf16"
-    bucket = prefill_frame = None
+    bucket = prefill_frame = following = ready = laid = None
 
     def __init__(self):
         self.device = CudaDevice()

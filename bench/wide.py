@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import record
 import torch
 from minidflash.kernels.gpu import fast, split, wide
+from minidflash.kernels.gpu.laid import Wanted
 from minidflash.kernels.sizes import SIZES
 from minidflash.kernels.table import SILU
 from over_torch import Backend, Buffer, copy_gb_s, packed_weights, rotated, timed, timed_over
@@ -58,7 +59,7 @@ class Bench:
         tokens, out, norm = self.buffers(name, rows)
         cut = split.choose(outputs, cols, self.backend.sms, name == "head")
         norm = norm if name in ("gate_up", "head", "qkv") else None
-        laid = wide.lay(self.backend, tokens, None, norm, 1e-6, cut, Buffer(self.work))
+        laid = wide.lay(self.backend, Wanted(tokens, norm, 1e-6, cut, Buffer(self.work), 0))
         shared = laid.tokens, laid.scale
         if name == "gate_up":
 

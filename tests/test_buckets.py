@@ -35,7 +35,7 @@ def buckets(engine, *sizes):
     backend, asked = engine.ops.backend, []
 
     def compile(calls, bucket=None):
-        program = Calls([(function, args) for _, function, args in calls])
+        program = Calls(backend.in_order, calls)
 
         class Bucketed:
             @staticmethod

@@ -11,18 +11,12 @@ __device__ __forceinline__ float sigmoid_of(int act, float z) {
     return act == GELU_TANH ? 1.59576912f * fmaf(0.044715f * z * z, z, z) : z;  // 2 sqrt(2 / pi)
 }
 
-/* x / y, rounded as `/` does and by its own operations, without its branch: y from 1 on, is_plain() of both.
- */
+/* x / y, rounded as `/` does and by its own operations, without its branch: neither is 0, infinite or near to
+ * either (activate_all). */
 __device__ __forceinline__ float divided_plainly(float x, float y) {
     const float start = rcp_fast(y), inverse = fmaf(start, fmaf(-y, start, 1.f), start);
     const float quotient = x * inverse;
     return fmaf(inverse, fmaf(-y, quotient, x), quotient);
-}
-
-/* Whether nothing on the way to x / y is subnormal, infinite or NaN. */
-__device__ __forceinline__ bool is_plain(float x, float y) {
-    constexpr float LARGE = 0x1p60f;
-    return fabsf(x) > 1.f / LARGE && fabsf(x) < LARGE && y < LARGE;
 }
 
 __device__ __forceinline__ float activate(int act, float gate, float up, float limit, float alpha) {
@@ -38,14 +32,21 @@ __device__ __forceinline__ float activate(int act, float gate, float up, float l
  * for the one before. The same bits. */
 template <int Count>
 __device__ __forceinline__ void activate_all(int act, float (&gate)[Count], const float (&up)[Count]) {
-    float out[Count];
-    bool are_plain = true;
+    constexpr float LARGE = 0x1p60f;
+    float out[Count], below[Count], most = 0.f, least = LARGE, most_below = 0.f;
 #pragma unroll
     for (int i = 0; i < Count; ++i) {
-        const float below = 1.f + expf(-sigmoid_of(act, gate[i]));
-        are_plain = are_plain && is_plain(gate[i], below);
-        out[i] = divided_plainly(gate[i], below) * up[i];
+        below[i] = 1.f + expf(-sigmoid_of(act, gate[i]));
+        most = fmaxf(most, fabsf(gate[i])), least = fminf(least, fabsf(gate[i]));  // a NaN: it stays one
+        most_below = fmaxf(most_below, below[i]);
     }
 #pragma unroll
-    for (int i = 0; i < Count; ++i) gate[i] = are_plain ? out[i] : activate(act, gate[i], up[i], 0.f, 0.f);
+    for (int i = 0; i < Count; ++i) out[i] = divided_plainly(gate[i], below[i]) * up[i];
+    // Nothing on the way to a quotient is subnormal or infinite; else all once more.
+    const bool are_plain = most < LARGE && least > 1.f / LARGE && most_below < LARGE;
+    if (!are_plain)
+#pragma unroll
+        for (int i = 0; i < Count; ++i) out[i] = activate(act, gate[i], up[i], 0.f, 0.f);
+#pragma unroll
+    for (int i = 0; i < Count; ++i) gate[i] = out[i];
 }

@@ -55,6 +55,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         load_leaf(cache, set.row_of_leaf(leaf, S), to, leaf, low, high, first, last);
     };
     int old_end = 0;  // keys of the first set's first leaf before that are under way already
+    int ahead = -1;   // the first leaf of the next unit, where it is under way
     if (set.leaf_first < set.leaf_end) {
         old_end = set.old_end;
         load(cache_k, K_AT, set.leaf_first, 0, old_end);
@@ -69,11 +70,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         // kept.
         while (set.leaf_first < set.leaf_end) {
             const bool is_there = old_end >= (set.leaf_first + 1) * LEAF;
-            if (!is_there) load(cache_k, K_AT, set.leaf_first, old_end, ALL_KEYS);
-            cp_async_commit();
-            if (!is_there) load(cache_v, V_AT, set.leaf_first, old_end, ALL_KEYS);
-            cp_async_commit();
+            if (set.leaf_first != ahead) {
+                if (!is_there) load(cache_k, K_AT, set.leaf_first, old_end, ALL_KEYS);
+                cp_async_commit();
+                if (!is_there) load(cache_v, V_AT, set.leaf_first, old_end, ALL_KEYS);
+                cp_async_commit();
+            }
             old_end = 0;
+            ahead = HEAD <= 128 && place.own + (int)gridDim.z < units ? set.leaf_ahead(gridDim.z) : -1;
             griddep_launch();
 
             float* const piece = piece_at(work, place.index * units + place.own);
@@ -96,9 +100,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                 wait_for_older();
                 __syncthreads();  // K is there, and q
                 scores(s);
-                if (!is_last) {
+                scores_done(s);
+                const int later = is_last ? ahead : leaf + 1;
+                if (later >= 0) {
                     __syncthreads();  // K has been read
-                    load(cache_k, K_AT, leaf + 1, 0, ALL_KEYS);
+                    load(cache_k, K_AT, later, 0, ALL_KEYS);
                 }
                 cp_async_commit();
                 if (masks) mask(s, set, rows, key0);
@@ -145,15 +151,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                     values_done<3>(out);
                     keep(3);
                 }
-                if (!is_last) {
+                if (later >= 0) {
                     __syncthreads();  // V has been read
-                    load(cache_v, V_AT, leaf + 1, 0, ALL_KEYS);
+                    load(cache_v, V_AT, later, 0, ALL_KEYS);
                 }
                 cp_async_commit();
             }
 
             const bool is_suspect = set.may_spoil() && are_spoilt(out, set, rows, first_row);
             if (!is_suspect && set.only < 0) break;
+            if (ahead >= 0) cp_async_wait<0>();  // was_last() is a barrier: then the buffers are free
+            ahead = -1;
             if (set.was_last()) break;
         }
         if (!set.left) {

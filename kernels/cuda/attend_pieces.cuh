@@ -22,9 +22,14 @@ __device__ __forceinline__ char* steps_on(char* at, int step) {
 __device__ __forceinline__ void load_leaf(const bf16* cache, int row, int to, int leaf, int low, int high,
                                           int first, int last) {
     constexpr int STEP = THREADS / UNITS;
-    const int thread = thread_again(), unit = thread % UNITS, key = leaf * LEAF + thread / UNITS;
+    const int thread = thread_again(), unit = thread % UNITS, key0 = leaf * LEAF, key = key0 + thread / UNITS;
     const bf16* const from = cache + (size_t)(row + thread / UNITS) * HEAD + 8 * unit;
     char* const at = shared + unit_at<LEAF>(to, thread / UNITS, unit);
+    if (max(low, first) <= key0 && min(high, last) >= key0 + LEAF) {  // most leaves: no question a key
+#pragma unroll
+        for (int i = 0; i < LEAF / STEP; ++i) cp_async_16(steps_on<STEP>(at, i), from + i * STEP * HEAD);
+        return;
+    }
     low -= key, high -= key, first -= key, last -= key;
 #pragma unroll
     for (int i = 0; i < LEAF / STEP; ++i)
@@ -33,10 +38,9 @@ __device__ __forceinline__ void load_leaf(const bf16* cache, int row, int to, in
                                 i * STEP >= low && i * STEP < high);
 }
 
-/* Until all of this thread's copies but the newest groups are there, for the products to come. */
-template <int Newest = 1>
+/* Until all of this thread's copies but the newest group are there, for the products to come. */
 __device__ __forceinline__ void wait_for_older() {
-    cp_async_wait<Newest>();
+    cp_async_wait<1>();
 #ifdef WGMMA
     fence_async_shared();
 #endif
@@ -55,8 +59,9 @@ __device__ __forceinline__ void load_q(const bf16* q, const Place& place, int T,
     }
 }
 
-/* s = q k^T: the warp's 16 rows, all keys of the leaf at k_at. */
-__device__ __forceinline__ void scores(float (&s)[KEY_TILES][4], int k_at = K_AT) {
+/* s = q k^T: the warp's 16 rows, all keys of the leaf. With WGMMA it is under way until
+ * scores_done(). */
+__device__ __forceinline__ void scores(float (&s)[KEY_TILES][4]) {
 #pragma unroll
     for (int n = 0; n < KEY_TILES; ++n)
 #pragma unroll
@@ -67,14 +72,12 @@ __device__ __forceinline__ void scores(float (&s)[KEY_TILES][4], int k_at = K_AT
 #pragma unroll
     for (int step = 0; step < HEAD / 16; ++step)
         wgmma(s, wgmma_columns(shared + step / 4 * ROWS * 128 + step % 4 * 32),
-              wgmma_columns(shared + k_at + step / 4 * LEAF * 128 + step % 4 * 32));
+              wgmma_columns(shared + K_AT + step / 4 * LEAF * 128 + step % 4 * 32));
     wgmma_commit();
-    wgmma_wait<0>();
-    wgmma_pin(s);
 #else
     const int lane = thread_again() % 32, i = lane / 8, r = lane % 8;
     const int q = unit_at<ROWS>(0, team_warp() * 16 + i % 2 * 8 + r, i / 2);
-    const int k = unit_at<LEAF>(k_at, i / 2 * 8 + r, i % 2);
+    const int k = unit_at<LEAF>(K_AT, i / 2 * 8 + r, i % 2);
 #pragma unroll 1
     for (int step = 0; step < HEAD / 16; ++step) {
         uint4 a = ldmatrix_x4(shared + step / 4 * ROWS * 128 + (q ^ step % 4 * 32));
@@ -85,6 +88,13 @@ __device__ __forceinline__ void scores(float (&s)[KEY_TILES][4], int k_at = K_AT
             mma_bf16(s[2 * n + 1], a, b.z, b.w);
         }
     }
+#endif
+}
+
+__device__ __forceinline__ void scores_done(float (&s)[KEY_TILES][4]) {
+#ifdef WGMMA
+    wgmma_wait<0>();
+    wgmma_pin(s);
 #endif
 }
 
@@ -177,7 +187,7 @@ __device__ __forceinline__ void terms_of(const float (&p)[KEY_TILES][4], int ste
 /* o += p v: the leaf's keys in order. Two tiles of p are an A operand as they are. With WGMMA it is under
  * way: the terms, which it reads meanwhile, take p's place. */
 __device__ __forceinline__ void values(Sums& o, const float (&p)[KEY_TILES][4],
-                                       uint4 (&terms)[KEY_TILES / 2][2], int v_at = V_AT) {
+                                       uint4 (&terms)[KEY_TILES / 2][2]) {
     const int first = first_half();
 #ifdef WGMMA
 #pragma unroll
@@ -192,12 +202,12 @@ __device__ __forceinline__ void values(Sums& o, const float (&p)[KEY_TILES][4],
 #pragma unroll
             for (int term = 0; term < 2; ++term)
                 wgmma_turned(o[i], terms[step][term],
-                             wgmma_columns(shared + v_at + (first + i) * LEAF * 128 + step * 16 * 128));
+                             wgmma_columns(shared + V_AT + (first + i) * LEAF * 128 + step * 16 * 128));
         wgmma_commit();
     }
 #else
     const int lane = thread_again() % 32, i = lane / 8;
-    const int v = unit_at<LEAF>(v_at + first * LEAF * 128, i % 2 * 8 + lane % 8, i / 2);
+    const int v = unit_at<LEAF>(V_AT + first * LEAF * 128, i % 2 * 8 + lane % 8, i / 2);
 #pragma unroll
     for (int step = 0; step < KEY_TILES / 2; ++step) {
         uint4(&own)[2] = terms[step];

@@ -159,6 +159,12 @@ struct Set {
         if constexpr (RING) first_row = row_of_key(leaf_first * LEAF, S);
     }
 
+    /* The first leaf of the unit `further` units on, for all rows of the group at once; -1: there is none. */
+    __device__ __forceinline__ int leaf_ahead(int further) const {
+        const int leaf = (leaf_first / unit + further) * unit;
+        return only < 0 && members == seeing && leaf * LEAF < high ? leaf : -1;
+    }
+
     /* The row of the caches where a leaf of this block begins; a set's keys go around a ring once at most. */
     __device__ __forceinline__ int row_of_leaf(int leaf, int S) const {
         if constexpr (!RING) return leaf * LEAF;

@@ -4,19 +4,19 @@
  *         side, 16 a warp. A set's keys come leaf by leaf; where a unit ends, its sums join those of the
  *         units before it as merge() of attend_merge.cuh joins pieces: both stay in registers.
  * Moves:  K and V of the keys that a set sees, once: keys * G * HEAD * 4 bytes; the next leaf of K is on its
- *         way while scores become values, the next of V behind them, unit or not. With KEPT 2 a leaf more of
- *         both is: for a block that is alone on its multiprocessor.
+ *         way while scores become values, the next of V behind them, unit or not.
  * Source: as attend_fast.cu.
  * Truth:  oracle.py attend. */
 #include "attend_merge.cuh"
 
-#ifndef KEPT  // leaves of K, and of V, that shared memory holds: 1 or 2
-#define KEPT 1
+// Whether the next leaf's scores are under way while sums join: mma.sync has no registers for both.
+#ifdef WGMMA
+constexpr bool SCORES_AHEAD = true;
+#else
+constexpr bool SCORES_AHEAD = false;
 #endif
 
 static_assert(HEAD <= 128);  // of larger ones two rows' sums have no room in registers
-
-constexpr int MORE_AT = (SINKS_AT + SINKS * ROWS * 4 + 1023) / 1024 * 1024;  // the second leaves, K's and V's
 
 /* o is A[T,H,HEAD]; group * ratio <= 64, group <= GROUP, ratio: H/G. splits: units a row is cut into at most,
  * or one more; 0: none. The grid: G, groups. */
@@ -47,17 +47,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     while (set.members) {
         // Once for all rows with only = -1; then, where attend_fast.cu says why, row by row.
         while (true) {
-            int k_at = K_AT, v_at = V_AT;  // of the leaf at hand
-            auto turn = [&] {
-                if (KEPT == 2) k_at = K_AT + MORE_AT - k_at, v_at = V_AT + MORE_AT + LEAF_BYTES - v_at;
-            };
-            for (int ahead = 0; ahead < KEPT; ++ahead, turn()) {
-                const int leaf = set.leaf_first + ahead;
-                if (leaf < set.leaf_end) load(cache_k, k_at, leaf);
-                cp_async_commit();
-                if (leaf < set.leaf_end) load(cache_v, v_at, leaf);
-                cp_async_commit();
-            }
+            load(cache_k, K_AT, set.leaf_first);
+            cp_async_commit();
+            load(cache_v, V_AT, set.leaf_first);
+            cp_async_commit();
             griddep_launch();
 
             Sums all = {}, out = {};  // of the units before, of this one
@@ -67,33 +60,39 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             const bool has_rows = __any_sync(FULL_WARP, count[0] || count[1]);
             const int leaf_end = set.leaf_end, unit = set.unit;
             int own = 0, unit_end = (set.leaf_first / unit + 1) * unit;
-            for (int leaf = set.leaf_first; leaf < leaf_end; ++leaf, turn()) {
+            float s[KEY_TILES][4];
+            auto score = [&] {
+                wait_for_older();
+                __syncthreads();  // K is there, and q
+                scores(s);
+            };
+            if (SCORES_AHEAD) score();
+            for (int leaf = set.leaf_first; leaf < leaf_end; ++leaf) {
                 const int key0 = leaf * LEAF;
                 const bool masks = set.only >= 0 || key0 < set.shared_low || key0 + LEAF > set.shared_high;
-                const bool is_last = leaf + 1 == leaf_end, has_later = leaf + KEPT < leaf_end;
-                float s[KEY_TILES][4];
+                const bool is_last = leaf + 1 == leaf_end;
                 uint4 terms[KEY_TILES / 2][2];
-                wait_for_older<2 * KEPT - 1>();
-                __syncthreads();  // K is there, and q
-                scores(s, k_at);
-                if (has_later) {
+                if (!SCORES_AHEAD) score();
+                scores_done(s);
+                if (!is_last) {
                     __syncthreads();  // K has been read
-                    load(cache_k, k_at, leaf + KEPT);
+                    load(cache_k, K_AT, leaf + 1);
                 }
                 cp_async_commit();
                 if (has_rows) {  // a sequence's rows may be few warps'
                     if (masks) mask(s, set, rows, key0);
                     soften(s, out, m, l, __fmul_rn(scale, LOG2_E));
                 }
-                wait_for_older<2 * KEPT - 1>();
+                wait_for_older();
                 __syncthreads();  // V is there
-                values(out, s, terms, v_at);
+                values(out, s, terms);
                 values_done<HALVES - 1>(out);
-                if (has_later) {
+                if (!is_last) {
                     __syncthreads();  // V has been read
-                    load(cache_v, v_at, leaf + KEPT);
+                    load(cache_v, V_AT, leaf + 1);
                 }
                 cp_async_commit();
+                if (SCORES_AHEAD) score();  // behind the last leaf of no one's: no product stands in a branch
                 if (is_last || leaf + 1 == unit_end) {
 #pragma unroll
                     for (int e = 0; e < 2; ++e) {
@@ -107,6 +106,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                     ++own, unit_end += unit;
                 }
             }
+            scores_done(s);
 
             const bool is_suspect = set.may_spoil() && are_spoilt(all, set, rows, first_row);
 #pragma unroll

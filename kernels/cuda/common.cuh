@@ -99,12 +99,15 @@ __device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u
 __device__ __forceinline__ float low_f32(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high_f32(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
 
+__device__ __forceinline__ void add_squares(u32 pair, float& sum) {
+    sum += low_f32(pair) * low_f32(pair);
+    sum += high_f32(pair) * high_f32(pair);
+}
+
 /* Two activations times their scales; their squares are added to sum. */
 __device__ __forceinline__ u32 scale_pair(u32 pair, float scale_low, float scale_high, float& sum) {
-    float low = low_f32(pair), high = high_f32(pair);
-    sum += low * low;
-    sum += high * high;
-    return pack_bf16(low * scale_low, high * scale_high);
+    add_squares(pair, sum);
+    return pack_bf16(low_f32(pair) * scale_low, high_f32(pair) * scale_high);
 }
 
 /* Butterflies: every lane gets the same bits, since each step adds the same two numbers on both sides. */

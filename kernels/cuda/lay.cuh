@@ -2,10 +2,13 @@
 #pragma once
 #include "sm90.cuh"
 
-/* 8 k of a row, times the norm's weights. */
+/* 8 k of a row, times the norm's weights; their squares are added up in order. */
 __device__ __forceinline__ uint4 normed(uint4 x, const float4 (&norm)[2], float& sum) {
-    return make_uint4(scale_pair(x.x, norm[0].x, norm[0].y, sum), scale_pair(x.y, norm[0].z, norm[0].w, sum),
-                      scale_pair(x.z, norm[1].x, norm[1].y, sum), scale_pair(x.w, norm[1].z, norm[1].w, sum));
+    x.x = scale_pair(x.x, norm[0].x, norm[0].y, sum);
+    x.y = scale_pair(x.y, norm[0].z, norm[0].w, sum);
+    x.z = scale_pair(x.z, norm[1].x, norm[1].y, sum);
+    x.w = scale_pair(x.w, norm[1].z, norm[1].w, sum);
+    return x;
 }
 
 /* Four lanes hold a matrix of 4 x 4 words by rows; by columns afterwards. */

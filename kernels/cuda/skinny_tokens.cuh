@@ -19,10 +19,13 @@ __device__ __forceinline__ uint4 load_piece(const bf16* from, int count) {
                       bits[6] | bits[7] << 16);
 }
 
-/* Eight of them. */
+/* Eight of them, in order. */
 __device__ __forceinline__ uint4 scale_piece(uint4 v, const float (&scale)[8], float& sum) {
-    return make_uint4(scale_pair(v.x, scale[0], scale[1], sum), scale_pair(v.y, scale[2], scale[3], sum),
-                      scale_pair(v.z, scale[4], scale[5], sum), scale_pair(v.w, scale[6], scale[7], sum));
+    v.x = scale_pair(v.x, scale[0], scale[1], sum);
+    v.y = scale_pair(v.y, scale[2], scale[3], sum);
+    v.z = scale_pair(v.z, scale[4], scale[5], sum);
+    v.w = scale_pair(v.w, scale[6], scale[7], sum);
+    return v;
 }
 
 /* Behind the tokens lie the norm's scales, [chunk][32], and squares, [WARPS][TOKEN_TILES][32]. */

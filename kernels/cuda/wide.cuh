@@ -1,4 +1,4 @@
-/* The frame of the wide_* kernels: tokens (rows x K) times packed weights (N x K) transposed for 17 to 512
+/* The frame of the wide_* kernels: tokens (rows x K) times packed weights (N x K) transposed for 17 to 1,024
  * rows, with the sums of skinny.cuh. Tokens come from lay_wide.cu.
  * Grid:   at most as many blocks as the card holds together, or clusters of two that share weights, of
  *         which each brings half to both. A unit of work is a tile of TOKENS tokens, a group of 16 *
@@ -9,12 +9,12 @@
  *         over. A warpgroup for 64 outputs x TOKENS tokens each, and one that copies. Packed weights are
  *         the A operand of wgmma, or without WGMMA of mma.sync, in registers as they lie in memory; tokens
  *         its B operand.
- * Moves:  each unit its weights and tokens once from L2, through a ring of bulk copies of 64 k. From 256 rows
- *         on bound by what comes to a multiprocessor, 64 GB/s on an H200: two sets of sums, of the tree's
- *         warp and of all before, leave registers for 128 x 192 outputs and no more (bench/NOTES.md).
- * Bits:   an output's sum runs over a warp's chunks, then warps, then slices, each ascending, whoever sums
- *         them. wgmma and mma.sync round alike (tests/kernels/test_wide.py, bench/wide.py).
- * Source: kernel-playbook 7; shares that end together as in Stream-K (Osama et al. 2023). */
+ * Moves:  each unit its weights and tokens once from L2, through a ring of bulk copies of 64 k. Of 512 rows
+ *         tensor cores have three quarters of the time, ends of units and waits the rest (bench/NOTES.md);
+ * two sets of sums, of the tree's warp and of all before, leave registers for 128 x 192 outputs. Bits:   an
+ * output's sum runs over a warp's chunks, then warps, then slices, each ascending, whoever sums them. wgmma
+ * and mma.sync round alike (tests/kernels/test_wide.py, bench/wide.py). Source: kernel-playbook 7; shares
+ * that end together as in Stream-K (Osama et al. 2023). */
 #pragma once
 #ifndef TOKENS
 #define TOKENS 64

@@ -1,10 +1,12 @@
 /* wide_gate_up: what gate_up_fast gives, bit for bit, of one slice: h = act(Wg n(x)) * (Wu n(x)), rounded
  * once. A packed tile holds 8 gate rows and the 8 up rows that go with them, so both numbers of an output are
- * in one thread.
+ * in one thread. With LAID_WARPS h lies as the tokens of the wide product that comes next, and not in h:
+ * the tree of that product, whose cols are F, a multiple of 32.
  * Grid:   wide.cuh.
  * Moves:  2*F*D*2 + T*F*2 bytes.
  * Truth:  oracle.py gate_up. */
 #include "activate.cuh"
+#include "lay.cuh"
 #include "wide.cuh"
 
 #ifndef ACT
@@ -12,6 +14,29 @@
 #endif
 
 constexpr int AT_ONCE = 8;  // outputs of a lane
+
+#ifdef LAID_WARPS
+/* Tokens 2t and 2t+1 of a lane and its neighbour's of the next output: each lane of two has one of them, and
+ * both outputs of it, which lie side by side in the laid row. */
+struct Pairs {
+    char* at;   // of this lane's first token
+    int there;  // tokens from it on
+
+    __device__ __forceinline__ Pairs(bf16* laid, int f, int first, int rows, int ffn) {
+        const int odd = lane_index() / 4 % 2, row = first + odd;
+        const int place = TreeWalk<LAID_SLICES, LAID_WARPS>::place(f / 32, f % 8 / 2, ffn);
+        at = (char*)laid_unit(laid, (rows + 7) / 8 * 8, row, place) + 4 * (f / 8 % 4), there = rows - row;
+    }
+
+    /* low, high: of tokens 2t and 2t+1, `offset` behind the first ones, a multiple of 8. */
+    __device__ __forceinline__ void put(int offset, float low, float high) const {
+        const bool is_odd = lane_index() / 4 % 2;
+        const float other = __shfl_xor_sync(FULL_WARP, is_odd ? low : high, 4);
+        const u32 pair = is_odd ? pack_bf16(other, high) : pack_bf16(low, other);
+        if (offset < there) *(u32*)(at + offset * COLUMN_BYTES) = pair;
+    }
+};
+#endif
 
 struct Gated {
     const float* scale;  // 1 / rms of each row, or null
@@ -22,11 +47,16 @@ struct Gated {
         const int f = unit.group * OUTPUTS / 2 + 8 * warp_index() + lane_index() / 4;
         if (f >= ffn) return;
         const Scales scales(unit, rows, scale);
-        const int first = unit.first_token + 2 * (lane_index() % 4), there = rows - first;
+        const int first = unit.first_token + 2 * (lane_index() % 4);
+        [[maybe_unused]] const int there = rows - first;
+#ifdef LAID_WARPS
+        const Pairs to(h, f, first, rows, ffn);
+#else
         bf16* const to = h + (size_t)first * ffn + f;
+#endif
 #pragma unroll
         for (int k = 0; k < SUMS / 2; k += AT_ONCE) {
-            if (offset(k) >= there) return;
+            if (unit.first_token + offset(k) >= rows) return;  // all lanes
             float gate[AT_ONCE], up[AT_ONCE];
 #pragma unroll
             for (int i = 0; i < AT_ONCE; ++i) {
@@ -34,9 +64,14 @@ struct Gated {
                 gate[i] = sums[low] * scales.of[k + i], up[i] = sums[low + 2] * scales.of[k + i];
             }
             activate_all(ACT, gate, up);
+#ifdef LAID_WARPS
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i += 2) to.put(offset(k + i), gate[i], gate[i + 1]);
+#else
 #pragma unroll
             for (int i = 0; i < AT_ONCE; ++i)
                 if (offset(k + i) < there) to[(size_t)offset(k + i) * ffn] = to_bf16(gate[i]);
+#endif
         }
     }
 };

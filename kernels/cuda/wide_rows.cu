@@ -1,16 +1,21 @@
 /* end_linear, end_linear_add, end_gate_up: what linear_fast, linear_add_fast and gate_up_fast make of a row's
  *         sums, from those of all slices in f32 (wide_sums.cu): slices in order, then the
- *         bias, rounded once.
- * Grid:   (pieces of 1,024 outputs, rows), 256 threads, each of them PER neighbours.
- * Moves:  T*N*4 bytes a slice from L2, as many of bf16 in and out.
+ *         bias, rounded once. end_and_lay: end_linear_add, and its rows laid for the product that comes next,
+ *         whose tree is TREE_* then.
+ * Grid:   (pieces of 1,024 outputs, rows), 256 threads, each of them PER neighbours; end_and_lay: a block a
+ *         row.
+ * Moves:  T*N*4 bytes a slice from L2, as many of bf16 in and out; end_and_lay: and laid.
  * Truth:  oracle.py linear, linear_add, gate_up. */
 #include "activate.cuh"
+#include "lay_rows.cuh"
 #include "neighbours.cuh"
-#include "sm90.cuh"
-#include "tree.cuh"
 
 #ifndef ACT
 #define ACT SILU
+#endif
+
+#ifndef SUMMED_SLICES  // of the sums that are here
+#define SUMMED_SLICES TREE_SLICES
 #endif
 
 constexpr int PER = 4, END_THREADS = 256;
@@ -22,7 +27,7 @@ __device__ __forceinline__ Sums sums_of(const float* y, int row, int rows, int o
     const bool is_whole = is_aligned<PER>(y, outputs) && there >= PER;
     Sums sum, part;
 #pragma unroll
-    for (int slice = 0; slice < TREE_SLICES; ++slice) {
+    for (int slice = 0; slice < SUMMED_SLICES; ++slice) {
         const float* from = y + ((size_t)slice * rows + row) * outputs + n;
         if (is_whole)
             part.load<true>(from, PER);
@@ -71,6 +76,48 @@ extern "C" __global__ void __launch_bounds__(END_THREADS)
     end_linear_add(const float* y, const float* bias, const int* tap_row, bf16* x, bf16* taps, int outputs,
                    int tap_at, int tap_cols) {
     end_row<true>(y, bias, tap_row, x, taps, outputs, tap_at, tap_cols);
+}
+
+/* y's slices are SUMMED_SLICES; outputs is a multiple of 8. norm, eps, laid, squares, scale:
+ * lay_wide_normed's, of x as it is then. */
+extern "C" __global__ void __launch_bounds__(END_THREADS)
+    end_and_lay(const float* y, const float* bias, const int* tap_row, bf16* x, bf16* taps, int outputs,
+                int tap_at, int tap_cols, const float* norm, float eps, bf16* laid, float* squares,
+                float* scale) {
+    extern __shared__ __align__(16) bf16 shared_row[];
+    constexpr int EARLY = 4;  // pieces of a thread that are asked for before the wait
+    griddep_launch();
+    const int row = blockIdx.x, rows = gridDim.x;
+    bf16* const to = x + (size_t)row * outputs;
+    auto at = [&](int piece) { return PER * ((int)threadIdx.x + piece * END_THREADS); };
+    const NormWeights weights(norm, outputs);
+    Neighbours<bf16, PER> old[EARLY];
+#pragma unroll
+    for (int i = 0; i < EARLY; ++i)
+        if (at(i) < outputs) old[i].load_l2(to + at(i));
+    griddep_wait();
+    const int tap = taps ? tap_row[row] : -1;
+    auto end = [&](int n, Neighbours<bf16, PER> v, const Sums& sums) {
+        Neighbours<float, PER> more{};
+        if (bias) more.load<false>(bias + n, PER);
+#pragma unroll
+        for (int i = 0; i < PER; ++i) v.v[i] = to_bf16(to_f32(v.v[i]) + (sums.v[i] + more.v[i]));
+        v.store<true>(to + n, PER), v.store<true>(shared_row + n, PER);
+        if (tap >= 0) v.store<false>(taps + (size_t)tap * tap_cols + tap_at + n, PER);
+    };
+    Sums sums[EARLY];  // all loads are under way together
+#pragma unroll
+    for (int i = 0; i < EARLY; ++i)
+        if (at(i) < outputs) sums[i] = sums_of(y, row, rows, outputs, at(i), PER);
+#pragma unroll
+    for (int i = 0; i < EARLY; ++i)
+        if (at(i) < outputs) end(at(i), old[i], sums[i]);
+    for (int n = at(EARLY); n < outputs; n += PER * END_THREADS) {
+        Neighbours<bf16, PER> v;
+        v.load_l2(to + n);
+        end(n, v, sums_of(y, row, rows, outputs, n, PER));
+    }
+    lay_row(LaidRows{norm, eps, laid, squares, scale, rows, outputs}, row, shared_row, weights);
 }
 
 /* y: (slices, rows, 2 ffn, to a multiple of 16): 8 gate rows and the 8 up rows that go with them in turn.

@@ -42,14 +42,19 @@ class GpuBackend:
         self.variants = {}  # row -> "wide", "fast" or "plain", as it ran last
         self.prepared = None  # a list: launches are kept there, their kernels compiled and loaded, not run
         self.bucket = None  # keys behind which no row of the launch sees; None: it may
+        self.following = []  # in a program: (row, function, args) of the calls behind the one that runs
+        self.laid = self.ready = None  # what a call has laid for the next one (wide.py), which finds it ready
         for row in ROWS:
             setattr(self, row, partial(self._run, row))
 
     def _run(self, row, *args):
+        self.ready, self.laid = self.laid, None
         took = next((name for name, family in FAMILIES.items() if family.take(self, row, args)), "plain")
         if took == "plain":
             getattr(plain, row)(self, *args)
         self.variants[row] = took
+        if self.ready is not None:
+            raise RuntimeError(f"{row}: rows were laid for it, and it does not read them")
 
     def launch(self, file, kernel, grid, block, shared, args, defines=None, **how):
         """One launch; arguments as the device's, defines: {macro: value}. While preparing, nothing runs."""
@@ -59,6 +64,15 @@ class GpuBackend:
             launch()
         else:
             self.prepared.append(launch)
+
+    def in_order(self, calls):
+        """Run a program's calls; each may look at those behind it."""
+        try:
+            for i, (_, function, args) in enumerate(calls):
+                self.following = calls[i + 1 :]
+                function(*args)
+        finally:
+            self.following, self.laid = [], None
 
     def for_prefill(self):
         """This backend with the variants for many token rows in front."""

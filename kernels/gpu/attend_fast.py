@@ -14,6 +14,7 @@ SIZES = 64, 128, 256, 512
 LEAF, TILE_ROWS = 144, 64
 LARGE_LEAF = 48  # of heads above 128: a divisor of LEAF, so rings are whole ones of these too
 BLOCK = 16  # rows of a pass for which heads above 128 are cut
+ALONE = 114 << 10  # dynamic shared bytes of which a multiprocessor has no room for two
 
 
 def work_size(backend):
@@ -63,11 +64,6 @@ class Shape:
         if wgmma:
             self.defines["WGMMA"] = 1
 
-    def shared_of(self, kept):
-        """Dynamic shared bytes of a block that holds so many leaves of K, and of V, at once."""
-        more = 4 * leaf_of(self.size) * self.size * (kept - 1)
-        return -(-self.shared // 1024) * 1024 + more if more else self.shared
-
     def most_splits(self, sms):
         """Two blocks a multiprocessor, with one for a window, which may begin within a unit. Large heads:
         one, or two, for all groups of a block's rows, so that they may wait for each other."""
@@ -89,12 +85,12 @@ class Shape:
 
     def is_whole(self, rows, held):
         """Whether a block takes all units of a group and kv head, and keeps their sums in registers: where it
-        would be alone with them, and where such blocks fill the card (H200, 32/8/128, 2,048 keys, 8, 12 and
-        16 sequences of 8 rows: 52 us for 37, 63 and 67; of one row they gain less than old keys asked for
-        early)."""
+        would be alone with them, and where such blocks fill the card (H200, 32/8/128, 2,048 keys; us of 8, 12
+        and 16 sequences of 8 rows: 45 for 43, 64 and 85; a step of 12 and 16 plain rows: 5.61 ms for 5.72,
+        5.62 for 5.86)."""
         if self.size > 128:
             return False
-        fills = self.group > 1 and 10 * self.groups * -(-rows // self.group) >= 7 * self.sms
+        fills = 10 * self.groups * -(-rows // self.group) >= 7 * self.sms
         return not self.splits or (self.units > 1 and (fills or held > 0 and self.blocks(rows, held) == 1))
 
     def blocks(self, rows, held):
@@ -110,11 +106,10 @@ class Shape:
 
 
 def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, sinks, work, o,
-           waits=True, early=True, whole=None, kept=None, **tuning):  # fmt: skip
+           waits=True, early=True, whole=None, **tuning):  # fmt: skip
     """Row `attend` of the table; None declines. waits: blocks may wait for each other. early: old keys may be
     asked for before the kernel ahead has ended. whole: a block takes all units of its rows or not, None:
-    whichever is faster; kept: leaves of keys that such a block holds, 1 or 2; the bits are the same. tuning:
-    of `Shape`.
+    whichever is faster; the bits are the same. tuning: of `Shape`.
     """
     rows, heads, size = q.shape
     slots, groups, cached, _ = cache_k.shape
@@ -144,10 +139,11 @@ def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, 
         sizes = [o[here], total, heads, groups, cached, shape.ratio, shape.group, shape.splits]
         block = threads_of(size), shape.shared
         if whole:
-            leaves = kept or (2 if math.prod(grid) <= backend.sms else 1)  # a block alone has room for both
-            block, defines = (threads_of(size), shape.shared_of(leaves)), shape.defines | {"KEPT": leaves}
+            # While blocks of the kernel ahead hold multiprocessors, two would come to one that is free.
+            is_few = math.prod(grid) <= backend.sms
+            block = threads_of(size), max(shape.shared, ALONE) if is_few else shape.shared
             backend.launch(
-                "attend_whole.cu", "attend_whole", grid, *block, args + sizes, defines,
+                "attend_whole.cu", "attend_whole", grid, *block, args + sizes, shape.defines,
                 dependent=backend.dependent,
             )  # fmt: skip
             continue

@@ -222,7 +222,7 @@ class CudaBackend(GpuBackend):
     def compile(self, calls, bucket=None):
         """A program that replays checked calls in order: a graph, or the calls one by one (graph=False)."""
         self._forget_staging()  # a round is being recorded: the weights are there
-        program, self.prepared, self.bucket = Replay([call[1:] for call in calls]), [], bucket
+        program, self.prepared, self.bucket = Replay(self.in_order, calls), [], bucket
         with self._failures:
             try:
                 program.launch()  # no kernel may be loaded during a capture

@@ -3,18 +3,17 @@
 A pass of the skinny family (fast.py) holds 8 to 32 token rows; more rows read the weights again. Here one
 pass of up to ROWS does: wide.cuh has the skinny family's tree of sums (tree.cuh), so that a row has the same
 bits in either. lay_wide lays tokens, the product leaves each slice's sums in the workspace, a kernel of its
-own ends the rows; where there is one slice, gate_up and head end in the product. A function declines, and
-fast.py's runs, where its own pass holds all rows, and where K is no multiple of 8.
+own ends the rows; where there is one slice, gate_up and head end in the product. In a program, the kernel
+that ends the rows of linear_add lays them for the product behind it too. A function declines, and fast.py's
+runs, where its own pass holds all rows, and where K is no multiple of 8.
 """
 
-from dataclasses import dataclass
-from typing import Any
-
 from . import COUNTERS, fp8, split
+from .laid import STAGE_K, Wanted, is_written_again, next_wanted, place, sizes, starts_of, steps, up
 from .packed import PAIRED, are_packed, has_room, head_size_define, rows_of, tiles_of
 from .prefill import frame_of
 
-ROWS = 512  # of one pass
+ROWS = 1024  # of one pass
 MOST_OUTPUTS = 8192  # of rows that are normed as wholes
 # (tokens, row tiles of weights, stages) of a block and blocks that share weights -> us of a step of 64 inputs
 # and of a unit's end, on an H200 (bench/results/wide-h200.json); the bits are the same in all, and in both
@@ -28,11 +27,9 @@ TILES = {
     },
     "mma": {(64, 4, 12, 1): (0.33, 3), (64, 8, 8, 1): (0.42, 4), (128, 4, 8, 1): (0.44, 4)},
 }  # fmt: skip
-STAGE_K = 64  # inputs of a step
 MOST_WARPS = 16  # of a cut
 LAY_CHUNKS = 32  # of a block of lay_wide
-MOST_LAID = 12  # chunks of a lane of lay_wide_normed under way together, as registers allow
-MOST_SUMS = 128 * 12 * split.TILE  # f32 that a block hands over
+MOST_LAID = 16384  # inputs of a row that is laid with its norm, from shared memory
 
 
 def take(backend, row, args):
@@ -83,27 +80,6 @@ def choose(sms, rows, outputs, cut, cols, kind="wgmma", dtype="bf16"):
     return min(tiles_for(kind, dtype, rows), key=cost)
 
 
-def _up(count):
-    """To whole 16 bytes of f32."""
-    return -(-count // 4) * 4
-
-
-def steps(cols, cut):
-    """Steps of two chunks of 32 inputs in which the tree's warps take theirs, as tree.cuh's Walk."""
-    chunks, found = -(-cols // split.CHUNK), 0
-    for slice_ in range(cut.slices):
-        count = chunks * (slice_ + 1) // cut.slices - chunks * slice_ // cut.slices
-        each, more = divmod(count, cut.warps)
-        found += more * ((each + 2) // 2) + (cut.warps - more) * ((each + 1) // 2)
-    return found
-
-
-def _sizes(rows, cut, sms, count):
-    """f32 of tokens as they are laid in so many steps, of squares, of scales and of what blocks hand over."""
-    laid = -(-rows // 8) * 8 * count * STAGE_K // 2
-    return laid, _up(cut.slices * rows), _up(rows), sms * MOST_SUMS
-
-
 def work_size(rows, cols, outputs, sms):
     """f32 behind the counters: of a product, and of logits of all rows with a pass behind them."""
     if not outputs:
@@ -112,25 +88,9 @@ def work_size(rows, cols, outputs, sms):
     bound = (
         -(-cols // (2 * split.CHUNK)) + cut.slices * MOST_WARPS // 2
     )  # of any cut: half a step a warp more
-    return sum(_sizes(most, cut, sms, bound)) + max(
-        cut.slices * most * outputs, split.SQUARES + _up(rows * outputs)
+    return sum(sizes(most, cut, sms, bound)) + max(
+        cut.slices * most * outputs, split.SQUARES + up(rows * outputs)
     )
-
-
-@dataclass(frozen=True)
-class Laid:
-    """Token rows of a pass as the frame reads them, in the workspace. squares: of each slice, and scale,
-    1 / rms, of rows that have a norm; handed: what blocks hand over; rest: what is free behind."""
-
-    cut: split.Split
-    rows: int
-    cols: int
-    counters: Any
-    tokens: Any
-    squares: Any
-    scale: Any
-    handed: Any
-    rest: Any
 
 
 def tree_of(cut):
@@ -146,22 +106,23 @@ def run(backend, cut, file, kernel, grid, block, args, defines=None, shared=0, c
     )  # fmt: skip
 
 
-def lay(backend, x, pick, norm, eps, cut, work, at=COUNTERS):
-    """Laid rows of x, of x[pick] where there is a pick, times the norm's weights; in work from `at` on."""
-    rows, cols, places = len(x if pick is None else pick), x.shape[1], []
-    for size in _sizes(rows, cut, backend.sms, steps(cols, cut)):
-        places.append(work[at : at + size])
-        at += size
-    tokens, squares, scale, handed = places
-    chunks = -(-cols // split.CHUNK)
-    together = {"LAID_TOGETHER": min(MOST_LAID, -(-chunks // (cut.slices * cut.warps)))}
-    if norm is None:
-        squares, scale, grid = None, None, (rows, -(-chunks // LAY_CHUNKS))
-        run(backend, cut, "lay_wide.cu", "lay_wide", grid, 128, [x, pick, tokens, rows, cols], together)
+def lay(backend, want, pick=None, at=COUNTERS):
+    """The Laid of the rows that are wanted, of x[pick] where there is a pick, from `at` of the workspace on;
+    the call before may have laid them."""
+    (_, cols), rows = want.x.shape, len(want.x if pick is None else pick)
+    if backend.ready is not None and backend.ready.of.is_like(want):
+        laid, backend.ready = backend.ready, None
+        return laid
+    laid = place(backend, want, rows, at)
+    args = [want.x, pick, laid.tokens, rows, cols]
+    if want.norm is None:
+        grid = rows, -(-cols // (split.CHUNK * LAY_CHUNKS))
+        run(backend, want.cut, "lay_wide.cu", "lay_wide", grid, 128, args)
     else:  # the squares of a row are one block's
-        args = [x, pick, norm, eps, tokens, squares, scale, rows, cols]
-        run(backend, cut, "lay_wide.cu", "lay_wide_normed", rows, 128, args, together)
-    return Laid(cut, rows, cols, work, tokens, squares, scale, handed, work[at:])
+        args[2:2] = [want.norm, want.eps]
+        args[5:5] = [laid.squares, laid.scale]
+        run(backend, want.cut, "lay_wide.cu", "lay_wide_normed", rows, 256, args, shared=2 * cols)
+    return laid
 
 
 def tile_of(backend, laid, outputs, w):
@@ -216,29 +177,35 @@ def end_whole(backend, laid, kernel, args):
     run(backend, laid.cut, "wide_whole.cu", kernel, laid.rows, 256, args)
 
 
-def end_heads(backend, laid, kernel, heads, args, defines):
-    """The end of heads, a warp a head of a token."""
-    run(backend, laid.cut, "wide_heads.cu", kernel, -(-heads * laid.rows // 4), 128, args, defines)
+def end_heads(backend, laid, kernel, heads, size, cos, args, defines):
+    """The end of heads of so many components, a warp a head of a token."""
+    defines = defines | head_size_define(size) | {"HEAD": size, "HEAD_PAIRS": cos.shape[1]}
+    run(backend, laid.cut, "wide_heads.cu", kernel, (heads, -(-laid.rows // 4)), 128, args, defines)
 
 
-def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, v_norm, cos, sin, slot, pos, at,
-        cache_k, cache_v, work, q):  # fmt: skip
-    (rows, heads, size), (_, groups, cached, _) = q.shape, cache_k.shape
-    cut = cut_of(backend, wq, wkv)
-    if not are_packed(wq, wkv) or not is_wide(cut, rows, norm is not None, wq, wkv):
+def wants_qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, v_norm, cos, sin, slot, pos,
+              at, cache_k, cache_v, work, q):  # fmt: skip
+    (_, heads, size), groups, cut = q.shape, cache_k.shape[1], cut_of(backend, wq, wkv)
+    if not are_packed(wq, wkv) or not is_wide(cut, len(x), norm is not None, wq, wkv):
         return None
-    if not has_room(heads + 2 * groups, size):
+    return Wanted(x, norm, eps, cut, work, wq.rows + wkv.rows) if has_room(heads + 2 * groups, size) else None
+
+
+def qkv(backend, *args):
+    want = wants_qkv(backend, *args)
+    if want is None:
         return None
+    x, _, eps, wq, wkv, *biases_and_norms, cos, sin, slot, pos, at, cache_k, cache_v, _, q = args
+    (_, heads, size), (_, groups, cached, _) = q.shape, cache_k.shape
     shares = {"SHARED_KV": 1} if wkv.rows == groups * size else {}
-    for here, count in passes(rows):
-        laid = lay(backend, x[here], None, norm, eps, cut, work)
+    for here, count in passes(len(x)):
+        laid = lay(backend, want.rows(x[here]))
         y = product(backend, laid, wq, wkv)
         args = [
-            y, laid.squares, q_bias, kv_bias, q_norm, k_norm, v_norm, cos, sin, slot[here], pos[here],
-            at[here], cache_k, cache_v, q[here], eps, count, wq.cols, heads, groups, size, cos.shape[1],
-            cached,
+            y, laid.squares, *biases_and_norms, cos, sin, slot[here], pos[here],
+            at[here], cache_k, cache_v, q[here], eps, count, wq.cols, heads, groups, cached,
         ]  # fmt: skip
-        end_heads(backend, laid, "end_qkv", heads + 2 * groups, args, shares | head_size_define(size))
+        end_heads(backend, laid, "end_qkv", heads + 2 * groups, size, cos, args, shares)
     return True
 
 
@@ -247,43 +214,95 @@ def linear(backend, a, w, bias, work, y):
     if w.layout != "packed" or not is_wide(cut, len(a), False, w):
         return None
     for here, _ in passes(len(a)):
-        laid = lay(backend, a[here], None, None, 0.0, cut, work)
+        laid = lay(backend, Wanted(a[here], None, 0.0, cut, work, w.rows))
         end(backend, laid, "end_linear", [product(backend, laid, w), bias, y[here], w.rows], w.rows)
     return True
 
 
-def linear_add(backend, a, w, bias, norm, eps, scale, tap_row, tap_at, x, taps, work):
+def wants_linear_add(backend, a, w, bias, norm, eps, scale, tap_row, tap_at, x, taps, work):
     cut, is_normed = cut_of(backend, w), norm is not None or scale is not None
     if w.layout != "packed" or not is_wide(cut, len(a), False, w) or (is_normed and w.rows > MOST_OUTPUTS):
         return None
+    return Wanted(a, None, 0.0, cut, work, w.rows)
+
+
+def linear_add(backend, *args):
+    want = wants_linear_add(backend, *args)
+    if want is None:
+        return None
+    a, w, bias, norm, eps, scale, tap_row, tap_at, x, taps, work = args
     columns, tap_row = (0, None) if taps is None else (taps.shape[1], tap_row)
-    for here, _ in passes(len(a)):
-        laid = lay(backend, a[here], None, None, 0.0, cut, work)
+    for here, count in passes(len(a)):
+        laid = lay(backend, want.rows(a[here]))
         y, own = product(backend, laid, w), rows_of(tap_row, here)
-        if is_normed:
+        args = [y, bias, own, x[here], taps, w.rows, tap_at, columns]
+        if norm is not None or scale is not None:
             args = [y, bias, norm, eps, scale, own, x[here], taps, w.rows, tap_at, columns]
             end_whole(backend, laid, "end_linear_add_normed", args)
+        elif (following := next_normed(backend, x, work, y)) is not None and count == len(a):
+            of, to = following.of, (following.tokens, following.squares, following.scale)
+            defines = {"SUMMED_SLICES": laid.cut.slices}
+            run(backend, of.cut, "wide_rows.cu", "end_and_lay", count, 256, [*args, of.norm, of.eps, *to],
+                defines, 2 * w.rows, early=(x,))  # fmt: skip
+            backend.laid = following
         else:
-            args = [y, bias, own, x[here], taps, w.rows, tap_at, columns]
             end(backend, laid, "end_linear_add", args, w.rows, early=(x[here],))
     return True
 
 
-def gate_up(backend, x, norm, eps, act, w, work, h):
-    cut, ffn = cut_of(backend, w), h.shape[1]
+def next_normed(backend, x, work, y):
+    """The Laid that the next call wants of x with its norm, where it ends before the sums y; else None."""
+    want = next_wanted(backend, WANTS, x)
+    if want is None or want.norm is None or x.shape[1] > MOST_LAID:
+        return None
+    laid = place(backend, want, len(x))
+    return (
+        laid if starts_of(want.work) == starts_of(work) and starts_of(laid.handed) <= starts_of(y) else None
+    )
+
+
+def wants_gate_up(backend, x, norm, eps, act, w, work, h):
+    cut = cut_of(backend, w)
     if w.layout != PAIRED or not is_wide(cut, len(x), norm is not None, w):
         return None
-    outputs = split.TILE * tiles_of(w.rows, True)
+    return Wanted(x, norm, eps, cut, work, split.TILE * tiles_of(w.rows, True))
+
+
+def gate_up(backend, *args):
+    want = wants_gate_up(backend, *args)
+    if want is None:
+        return None
+    x, _, _, act, w, work, h = args
+    outputs, ffn, names = want.outputs, h.shape[1], {"ACT": act}
     for here, count in passes(len(x)):
-        laid = lay(backend, x[here], None, norm, eps, cut, work)
-        if cut.slices == 1:
-            tile = tile_of(backend, laid, outputs, w)
-            args = [w.data, laid.tokens, laid.scale, h[here], work, laid.handed, count, w.cols, ffn]
-            frame(backend, laid, tile, "wide_gate_up.cu", "wide_gate_up", args, [outputs], w, {"ACT": act})
+        laid = lay(backend, want.rows(x[here]))
+        if want.cut.slices == 1:
+            tile, to = tile_of(backend, laid, outputs, w), h[here]
+            if count == len(x) and (following := next_of_h(backend, h, laid)) is not None:
+                to, backend.laid = following.tokens, following
+                names |= {"LAID_SLICES": following.cut.slices, "LAID_WARPS": following.cut.warps}
+            args = [w.data, laid.tokens, laid.scale, to, work, laid.handed, count, w.cols, ffn]
+            frame(backend, laid, tile, "wide_gate_up.cu", "wide_gate_up", args, [outputs], w, names)
         else:
             y = product(backend, laid, w, outputs=outputs)
-            end(backend, laid, "end_gate_up", [y, laid.scale, h[here], ffn], ffn, {"ACT": act})
+            end(backend, laid, "end_gate_up", [y, laid.scale, h[here], ffn], ffn, names)
     return True
+
+
+def next_of_h(backend, h, laid):
+    """The Laid of h that the next call wants, behind all of this one's, where h itself is nobody's; else
+    None."""
+    want = next_wanted(backend, WANTS, h)
+    if want is None or want.norm is not None or h.shape[1] % split.CHUNK or not is_written_again(backend, h):
+        return None
+    work = laid.of.work
+    following = place(backend, want, len(h), work.size - laid.rest.size, laid.handed)
+    has_room = following.rest.size >= want.cut.slices * len(h) * want.outputs
+    return following if has_room and starts_of(want.work) == starts_of(work) else None
+
+
+# row -> function of its arguments that gives the Wanted, or None where the row declines
+WANTS = {"qkv": wants_qkv, "gate_up": wants_gate_up, "linear_add": wants_linear_add}
 
 
 def head(backend, x, pick, norm, eps, w, limit, ids, margin, work):
@@ -292,7 +311,7 @@ def head(backend, x, pick, norm, eps, w, limit, ids, margin, work):
         return None
     margins = {"WITH_MARGIN": int(margin is not None)}
     for here, count in passes(len(pick)):
-        laid = lay(backend, x, pick[here], norm, eps, cut, work)
+        laid = lay(backend, Wanted(x, norm, eps, cut, work, w.rows), pick[here])
         tile = tile_of(backend, laid, w.rows, w)
         groups = groups_of(tile, w.rows)
         bests, seconds, sizes = laid.rest, laid.rest[2 * count * groups :], [count, w.cols, w.rows, limit]
@@ -308,10 +327,10 @@ def logits(backend, x, pick, norm, eps, w, work, out):
     cut = cut_of(backend, w, whole=True)
     if not is_allowed(backend) or not is_wide(cut, len(out), True, w):
         return None
-    behind = COUNTERS + split.SQUARES + _up(out.size)
+    behind = COUNTERS + split.SQUARES + up(out.size)
     for here, _ in passes(len(out)):
-        rows = (x[here], None) if pick is None else (x, pick[here])
-        laid = lay(backend, *rows, norm, eps, cut, work, behind)
+        rows, own = (x[here], None) if pick is None else (x, pick[here])
+        laid = lay(backend, Wanted(rows, norm, eps, cut, work, w.rows), own, behind)
         product(backend, laid, w, y=out[here], scale=laid.scale)
     return True
 
@@ -321,7 +340,7 @@ def fuse(backend, taps, w, norm, eps, work, f):
     if w.layout != "packed" or not is_wide(cut, len(taps), False, w) or w.rows > MOST_OUTPUTS:
         return None
     for here, _ in passes(len(taps)):
-        laid = lay(backend, taps[here], None, None, 0.0, cut, work)
+        laid = lay(backend, Wanted(taps[here], None, 0.0, cut, work, w.rows))
         args = [product(backend, laid, w), norm, eps, f[here], w.rows]
         end_whole(backend, laid, "end_fuse", args)
     return True
@@ -335,12 +354,12 @@ def inject(backend, f, wkv, kv_bias, k_norm, eps, cos, sin, slot, pos, at, cache
     if not has_room(layers * 2 * groups, size):
         return None
     for here, count in passes(len(f)):
-        laid = lay(backend, f[here], None, None, 0.0, cut, work)
+        laid = lay(backend, Wanted(f[here], None, 0.0, cut, work, wkv.rows))
         args = [
             product(backend, laid, wkv), kv_bias, k_norm, cos, sin, slot[here], pos[here], at[here], cache_k,
-            cache_v, eps, count, wkv.cols, layers, slots, groups, size, cos.shape[1], cached,
+            cache_v, eps, count, wkv.cols, layers, slots, groups, cached,
         ]  # fmt: skip
-        end_heads(backend, laid, "end_inject", layers * 2 * groups, args, head_size_define(size))
+        end_heads(backend, laid, "end_inject", layers * 2 * groups, size, cos, args, {})
     return True
 
 

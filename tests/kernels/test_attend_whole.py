@@ -1,34 +1,31 @@
-"""Blocks that have all keys of their rows (kernels/cuda/attend_whole.cu): two leaves of them at once."""
+"""Blocks of attention that have several units of keys: all of their rows, or what follows of a set."""
 
 import pytest
-from minidflash.kernels import compiler
-from minidflash.kernels.gpu import attend_fast, split
 
 from tests.compare import assert_same_bits
-from tests.kernels.test_compile import needs_nvrtc
 from tests.kernels.test_fast_attend import FAST, call, make, some
 
 
 @pytest.mark.parametrize("ops", FAST, indirect=True)
-@pytest.mark.parametrize("wgmma", [True, False])
-@pytest.mark.parametrize("heads, context, rows, splits, how", [
-    ((4, 1, 64), 1400, 16, 6, {}), ((2, 1, 128), 1000, 16, 24, {}), ((4, 1, 64), 860, 5, 3, {"window": 700}),
-    ((2, 2, 128), 100, 3, 24, {}),
-], ids=str)  # fmt: skip
-def test_two_leaves_at_once_have_the_bits_of_one(ops, rng, heads, context, rows, splits, how, wgmma):
-    """Of one leaf alone too, and of an odd number of them."""
-    case, tuning = make(rng, range(context, context + rows), heads, **how), {"splits": splits, "wgmma": wgmma}
-    one = call(ops, case, whole=True, kept=1, **tuning)
-    assert_same_bits(call(ops, case, whole=True, kept=2, **tuning), one)
-    assert_same_bits(call(ops, some(case, [rows - 1]), whole=True, kept=2, **tuning)[0], one[-1])
+def test_few_blocks_are_alone_on_their_multiprocessors(ops, rng, monkeypatch):
+    """They ask for more shared memory than two have room for; more blocks than multiprocessors do not."""
+    room, launch, asked = 228 << 10, type(ops.backend).launch, []
+    monkeypatch.setattr(
+        type(ops.backend), "launch", lambda self, file, kernel, grid, block, shared, *rest, **how:
+        (asked.append(shared), launch(self, file, kernel, grid, block, shared, *rest, **how)),
+    )  # fmt: skip
+    monkeypatch.setattr(ops.backend, "sms", 2)
+    for rows in (1, 40):  # of a group as many as fit: one block, then three
+        call(ops, make(rng, range(300, 300 + rows), (4, 1, 64)), splits=5, whole=True)
+    few, many = asked
+    assert 2 * (few + 1024) > room >= 2 * (many + 1024)
 
 
-@needs_nvrtc
-@pytest.mark.parametrize("size", [64, 128])
-def test_two_leaves_fit_a_block_without_spills(size):
-    shape = attend_fast.Shape(16, 32, 8, size, 1, 132)
-    _, log = compiler.compile_cubin("attend_whole.cu", "sm_90a", shape.defines | {"KEPT": 2})
-    used = compiler.resources(log)["attend_whole"]
-    assert (used.stack, used.spill_stores, used.spill_loads) == (0, 0, 0), used
-    assert "Potential Performance Loss" not in log, log  # ptxas made wgmma wait for each other
-    assert shape.shared < shape.shared_of(2) <= split.SHARED_PER_BLOCK - split.STATIC
+@pytest.mark.parametrize("ops", FAST, indirect=True)
+def test_a_block_asks_for_its_next_unit_only_where_no_other_set_comes_first(ops, rng):
+    """The second row's keys begin with the leaf that the block of the first unit has next of the first row;
+    of that leaf the first row does not see all."""
+    case = make(rng, [1100, 2249], (2, 1, 128), window=1200)
+    both = call(ops, case, splits=12, whole=False)
+    for row in (0, 1):
+        assert_same_bits(call(ops, some(case, [row]), splits=12, whole=False)[0], both[row], f"row {row}")
