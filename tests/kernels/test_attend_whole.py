@@ -9,10 +9,10 @@ from tests.kernels.test_fast_attend import FAST, call, make, some
 @pytest.mark.parametrize("ops", FAST, indirect=True)
 def test_few_blocks_are_alone_on_their_multiprocessors(ops, rng, monkeypatch):
     """They ask for more shared memory than two have room for; more blocks than multiprocessors do not."""
-    room, launch, asked = 228 << 10, type(ops.backend).launch, []
+    room, launch, asked = 228 << 10, ops.backend.launch, []
     monkeypatch.setattr(
-        type(ops.backend), "launch", lambda self, file, kernel, grid, block, shared, *rest, **how:
-        (asked.append(shared), launch(self, file, kernel, grid, block, shared, *rest, **how)),
+        ops.backend, "launch", lambda file, kernel, grid, block, shared, *rest, **how:
+        (asked.append(shared), launch(file, kernel, grid, block, shared, *rest, **how)),
     )  # fmt: skip
     monkeypatch.setattr(ops.backend, "sms", 2)
     for rows in (1, 40):  # of a group as many as fit: one block, then three

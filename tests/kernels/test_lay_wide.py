@@ -112,10 +112,10 @@ def test_a_program_lays_rows_for_the_next_product(ops, case, cols, frame, monkey
     monkeypatch.setattr(split, "choose", lambda rows, cols, *_: cut[cols])
     monkeypatch.setattr(ops.backend, "dependent", True)
     found, launched = [], []
-    plain = type(ops.backend).launch
+    plain = ops.backend.launch
     monkeypatch.setattr(
-        type(ops.backend), "launch", lambda self, file, kernel, *a, **k:
-        (launched.append(kernel), plain(self, file, kernel, *a, **k)),
+        ops.backend, "launch", lambda file, kernel, *a, **k:
+        (launched.append(kernel), plain(file, kernel, *a, **k)),
     )  # fmt: skip
     for is_program in (False, True):
         launched.clear()
@@ -164,10 +164,10 @@ def test_rows_are_not_laid_ahead_where_they_must_not(ops, cols, is_other, monkey
     """The product behind is one of other rows; what is laid would reach the sums, on a card of few blocks."""
     monkeypatch.setattr(split, "choose", lambda *_: split.Split(1, 1, 3))
     rows, found, launched = 64, [], []
-    plain = type(ops.backend).launch
+    plain = ops.backend.launch
     monkeypatch.setattr(
-        type(ops.backend), "launch", lambda self, file, kernel, *a, **k:
-        (launched.append(kernel), plain(self, file, kernel, *a, **k)),
+        ops.backend, "launch", lambda file, kernel, *a, **k:
+        (launched.append(kernel), plain(file, kernel, *a, **k)),
     )  # fmt: skip
     for is_program in (False, True):
         make = Make(np.random.default_rng(7), "bf16")
