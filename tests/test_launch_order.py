@@ -100,20 +100,13 @@ def test_every_kernel_that_waits_was_launched_so(runs):
     """A kernel with a wait that none of these runs launches would be tested by nobody: give it a run."""
     # In chains of their own: a bare product's in test_fast_bits.py, experts' in test_fast_experts.py.
     # Gemma's layers run in test_gemma_pair.py, reduced heads in test_golden_drafters.py,
-    # traced rounds in test_trace.py, many rows in test_wide.py.
+    # traced rounds in test_trace.py, many rows in test_wide.py and test_lay_wide.py.
     elsewhere = {"linear_fast", "route_fast", "group", "experts_up_fast", "experts_down_fast", "experts_sum"}
     elsewhere |= {"route_few", "experts_up_few", "experts_down_few"}
     elsewhere |= {"join_fast", "linear_add_normed_fast", "end_rows", "widen", "head_margin_fast"}
     elsewhere |= {"lay_wide", "lay_wide_normed", "wide_sums", "wide_gate_up", "wide_head", "head_ends"}
-    elsewhere |= {
-        "end_linear",
-        "end_linear_add",
-        "end_gate_up",
-        "end_qkv",
-        "end_inject",
-        "end_fuse",
-        "end_linear_add_normed",
-    }
+    elsewhere |= {"end_linear", "end_linear_add", "end_gate_up", "end_qkv", "end_inject", "end_fuse"}
+    elsewhere |= {"end_linear_add_normed", "end_and_lay"}
     never = {"choose_rows"}  # of the plain route, beside one that waits
     waiting = set()
     for path in source.CUDA_FOLDER.glob("*.cu"):

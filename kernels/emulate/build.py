@@ -136,9 +136,7 @@ def _build_locked(name, arguments, inputs, files=None, parsed=()):
             shared = Path(_parsed(*parsed).name)
             first = [f"-I{shared}", str(shared / "entry.o")]
         command = [path, *first, *arguments, "-shared", "-o", str(out)]
-        result = subprocess.run(command, check=False, capture_output=True, text=True, cwd=work)
-        if result.returncode:
-            raise RuntimeError(f"g++ could not build {name} for the emulator:\n{result.stderr[-4000:]}")
+        _check(name, subprocess.run(command, check=False, capture_output=True, text=True, cwd=work))
         data = out.read_bytes()
     library = folder and folder / f"{name}-{key}.so"
     if not library or not diskcache.store(library, data):
@@ -169,6 +167,12 @@ def runtime():
     return loaded
 
 
+def _check(name, result):
+    """Errors: RuntimeError with g++'s words where it failed."""
+    if result.returncode:
+        raise RuntimeError(f"g++ could not build {name} for the emulator:\n{result.stderr[-4000:]}")
+
+
 @cache
 def _parsed(*flags):
     """A folder with what all builds of these flags share, as long as the process lives: the headers as
@@ -178,7 +182,8 @@ def _parsed(*flags):
     for what in ("c++-header", "cuda_language.h", "cuda_language.h.gch"), ("c++", "entry.cpp", "entry.o"):
         language, file, out = what
         command = [compiler()[0], *flags, "-x", language, "-c", str(FOLDER / file)]
-        subprocess.run([*command, "-o", str(Path(place.name) / out)], check=False, capture_output=True)
+        command += ["-o", str(Path(place.name) / out)]
+        _check(file, subprocess.run(command, check=False, capture_output=True, text=True))
     return place
 
 

@@ -26,7 +26,7 @@ class Wanted:
         """Whether both are the same rows, laid in the same way."""
 
         def key(want):
-            arrays = [starts_of(array) for array in (want.x, want.norm, want.work)]
+            arrays = [address_of(array) for array in (want.x, want.norm, want.work)]
             return *arrays, want.x.shape, want.eps, want.cut
 
         return key(self) == key(other)
@@ -63,7 +63,7 @@ class Laid:
         return self.of.work
 
 
-def starts_of(array):
+def address_of(array):
     """Address of a device array, None of None."""
     return None if array is None else getattr(array.data, "ptr", None) or array.ctypes.data
 
@@ -94,10 +94,11 @@ def place(backend, want, rows, at=COUNTERS, handed=None):
     ended."""
     work, places = want.work, []
     *own, last = sizes(rows, want.cut, backend.sms, steps(want.x.shape[1], want.cut))
-    for size in own if handed is not None else (*own, last):
+    for size in (*own, last if handed is None else 0):
         places.append(work[at : at + size])
         at += size
-    tokens, squares, scale, handed = *places, *([] if handed is None else [handed])
+    tokens, squares, scale, new = places
+    handed = new if handed is None else handed
     if want.norm is None:
         squares = scale = None
     return Laid(want, rows, tokens, squares, scale, handed, work[at:])
@@ -112,20 +113,20 @@ def next_wanted(backend, wants, x):
     if row not in wants or function is not getattr(backend, row):
         return None
     want = wants[row](backend, *args)
-    return want if want and (starts_of(want.x), want.x.shape) == (starts_of(x), x.shape) else None
+    return want if want and (address_of(want.x), want.x.shape) == (address_of(x), x.shape) else None
 
 
 def is_written_again(backend, h):
     """Whether behind the next call of a program a gate_up writes h before any other call has any of it: then
     nobody sees what h holds meanwhile."""
     for row, _, args in backend.following[1:]:
-        sharing = [a for a in args if hasattr(a, "flags") and share_memory(a, h)]
+        sharing = [a for a in args if getattr(a, "ndim", 0) and share_memory(a, h)]
         if sharing:
-            is_whole = (starts_of(args[-1]), args[-1].shape) == (starts_of(h), h.shape)
+            is_whole = (address_of(args[-1]), args[-1].shape) == (address_of(h), h.shape)
             return row == "gate_up" and len(sharing) == 1 and is_whole
     return False
 
 
 def share_memory(a, b):
     """Whether two contiguous arrays have bytes in common."""
-    return starts_of(a) < starts_of(b) + b.nbytes and starts_of(b) < starts_of(a) + a.nbytes
+    return address_of(a) < address_of(b) + b.nbytes and address_of(b) < address_of(a) + a.nbytes

@@ -3,13 +3,13 @@
 A pass of the skinny family (fast.py) holds 8 to 32 token rows; more rows read the weights again. Here one
 pass of up to ROWS does: wide.cuh has the skinny family's tree of sums (tree.cuh), so that a row has the same
 bits in either. lay_wide lays tokens, the product leaves each slice's sums in the workspace, a kernel of its
-own ends the rows; where there is one slice, gate_up and head end in the product. In a program, the kernel
-that ends the rows of linear_add lays them for the product behind it too. A function declines, and fast.py's
-runs, where its own pass holds all rows, and where K is no multiple of 8.
+own ends the rows; where there is one slice, gate_up and head end in the product. In a program, what ends the
+rows of linear_add and gate_up lays them for the product behind it too (laid.py). A function declines, and
+fast.py's runs, where its own pass holds all rows, and where K is no multiple of 8.
 """
 
 from . import COUNTERS, fp8, split
-from .laid import STAGE_K, Wanted, is_written_again, next_wanted, place, sizes, starts_of, steps, up
+from .laid import STAGE_K, Wanted, address_of, is_written_again, next_wanted, place, sizes, steps, up
 from .packed import PAIRED, are_packed, has_room, head_size_define, rows_of, tiles_of
 from .prefill import frame_of
 
@@ -256,9 +256,8 @@ def next_normed(backend, x, work, y):
     if want is None or want.norm is None or x.shape[1] > MOST_LAID:
         return None
     laid = place(backend, want, len(x))
-    return (
-        laid if starts_of(want.work) == starts_of(work) and starts_of(laid.handed) <= starts_of(y) else None
-    )
+    fits = address_of(laid.handed) <= address_of(y)
+    return laid if fits and address_of(want.work) == address_of(work) else None
 
 
 def wants_gate_up(backend, x, norm, eps, act, w, work, h):
@@ -297,8 +296,8 @@ def next_of_h(backend, h, laid):
         return None
     work = laid.of.work
     following = place(backend, want, len(h), work.size - laid.rest.size, laid.handed)
-    has_room = following.rest.size >= want.cut.slices * len(h) * want.outputs
-    return following if has_room and starts_of(want.work) == starts_of(work) else None
+    fits = following.rest.size >= want.cut.slices * len(h) * want.outputs
+    return following if fits and address_of(want.work) == address_of(work) else None
 
 
 # row -> function of its arguments that gives the Wanted, or None where the row declines

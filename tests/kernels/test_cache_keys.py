@@ -2,6 +2,9 @@
 
 import pytest
 from minidflash.kernels import compiler, diskcache
+from minidflash.kernels.emulate import build
+
+from tests.conftest import open_or_skip
 
 
 @pytest.fixture
@@ -54,3 +57,14 @@ def test_numbas_folder_is_another_when_any_source_changes(tmp_path, monkeypatch)
 def test_borders_of_what_is_digested_count():
     assert diskcache.digest("ab", "c") != diskcache.digest("a", "bc")
     assert diskcache.digest("ab", b"c") == diskcache.digest(b"ab", "c")
+
+
+def test_what_builds_share_says_why_it_does_not_build(monkeypatch, tmp_path):
+    """Not the linker, of a file that is not there."""
+    open_or_skip("emulate", "f32")
+    build._parsed.cache_clear()
+    monkeypatch.setattr(build, "FOLDER", tmp_path)
+    with pytest.raises(
+        RuntimeError, match="could not build cuda_language.h for the emulator:\n.*No such file"
+    ):
+        build._parsed("-std=c++20")
