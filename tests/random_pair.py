@@ -14,6 +14,8 @@ SIZES = {
     "grouped": {"width": 48, "heads": (6, 3, 8), "ffn": 100, "vocab": 97, "layers": 2, "taps": (0,)},
     # Every fast kernel takes these: heads of 64, inputs a multiple of 8.
     "fast": {"width": 64, "heads": (2, 1, 64), "ffn": 72, "vocab": 83, "layers": 2, "taps": (0,)},
+    # And h may be laid for the next product: whole chunks of 32.
+    "laid": {"width": 64, "heads": (2, 1, 64), "ffn": 96, "vocab": 83, "layers": 3, "taps": (0, 1)},
 }
 
 

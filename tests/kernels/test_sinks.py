@@ -188,6 +188,8 @@ def test_gpt_oss_decodes_fast(ops, rng, rows, window):
     want, terms = weigh(unrolled(case, picked))
     assert_close(got[picked], want, terms, C)
     assert_same_bits(run(ops, "attend", some(case, [rows // 2]))["o"][0], got[rows // 2])
+    for whole in (False, True):  # blocks that have some units of their rows, or all: where a sink joins
+        assert_same_bits(call(ops, case, whole=whole), got)
 
 
 @FAST
