@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
+from minidflash.kernels.gpu import plain
 
-from tests.cases import check, grouped, run
+from tests.cases import check, grouped, put, run
 from tests.compare import assert_same_bits
 from tests.conftest import parameters
 from tests.fast_rows import C_NORMED, C, Fast, fast_check, on_gpu_backends
@@ -108,8 +109,9 @@ def test_a_prompts_kernels_match_the_oracle(ops, frame, rng):  # noqa: F811
 
 @on_gpu_backends
 @pytest.mark.parametrize("role", ["", "matrix", "pairs"])
-def test_every_code_and_scale_finds_its_place(ops, rng, role):
-    """One input at a time: an output is its code times its scale, exactly, as far as bf16 holds it."""
+def test_every_code_and_scale_finds_its_place(ops, rng, role, monkeypatch):
+    """One input at a time: an output is its code times its scale, exactly, as far as bf16 holds it; in one
+    pass of many rows and in narrow ones."""
     rows, cols = 48, 200
     case = test_linear.make(ops, rng, cols, rows, cols, "fp8", False)
     codes = case["w"].array
@@ -119,13 +121,13 @@ def test_every_code_and_scale_finds_its_place(ops, rng, role):
     case["a"] = np.where(np.eye(cols, dtype=bool), np.uint16(0x3F80), np.uint16(0))
     w = ops.backend.weight([case["w"]], role)
     work = ops.array((ops.backend.work_size(cols, cols, rows),), "f32")
-    y, a = ops.array((cols, rows), "A"), ops.array((cols, cols), "A")
-    ops.upload(a, case["a"])
-    if role == "pairs":  # gate rows, then up rows: the plain kernel of one product reads them as they lie
-        from minidflash.kernels.gpu import plain
-
-        plain.linear(ops.backend, a, w, None, work, y)
-    else:
-        ops.linear(a, w, None, work, y)
-    found = (ops.download(y).astype(np.uint32) << 16).view(np.float32)
-    np.testing.assert_array_equal(found.T, case["w"].wide)
+    a = put(ops, case["a"], "A")
+    for is_wide in (True, False):
+        monkeypatch.setattr(ops.backend, "wide", is_wide)
+        y = ops.array((cols, rows), "A")
+        if role == "pairs":  # gate rows, then up rows: the plain kernel of one product reads them as they lie
+            plain.linear(ops.backend, a, w, None, work, y)
+        else:
+            ops.linear(a, w, None, work, y)
+        found = (ops.download(y).astype(np.uint32) << 16).view(np.float32)
+        np.testing.assert_array_equal(found.T, case["w"].wide)
