@@ -58,6 +58,17 @@ def test_a_skinny_product_is_bound_by_memory_and_a_wide_one_by_arithmetic():
     assert set(PEAKS) == {"H100", "H200", "B200"}
 
 
+def test_names_are_looked_up_where_there_are_some():
+    """widen puts names in the place of ids: they stay ids of the reduced head, run after run."""
+    ops, row = open_ops("numba", threads=1), ROWS["widen"]
+    for context in (64, 50_000):
+        args = arguments(ops, row, SIZES["smollm2-135m"].dims, 16, context)
+        named = dict(zip([arg.name for arg in row.args], args, strict=True))
+        for _ in range(9):
+            assert 0 <= named["ids"].min() and named["ids"].max() < len(named["names"])
+            ops.widen(*args)
+
+
 def test_the_command_prints_a_row(capsys):
     assert main(["kernels", "stage", "--bench", "--backend", "numba", "--context", "64"]) == 0
     out = capsys.readouterr().out

@@ -129,10 +129,12 @@ def arguments(ops, row, shape, rows, context, like=None, experts="bf16"):
         "tap_row": np.arange(rows) % BLOCK,
         "pick": np.arange(rows), "left": 1000, "start": context, "stop": -1,
         "law": [0.7, 0.9, 0.0], "mass": 2.0**43, "narrow": 2.0**43,
-        "names": np.arange(sizes["Y"]) * 3,
+        "names": np.arange(sizes["Y"])[::-1],
     }  # fmt: skip
     if row.name == "embed":
         values["scale"] = 1.0
+    if row.name == "widen":  # in place, over and over: names are ids of the reduced head too
+        values["ids"] = where % sizes["Y"]
     if row.name in EXPERT_ROWS:
         E, U = sizes["E"], sizes["U"]
         expert = np.stack([rng.permutation(E)[:U] for _ in range(rows)])
