@@ -5,6 +5,7 @@ C_NORMED: the norm's scale is multiplied in before the product and that is round
 each term; the f32 sums are far below.
 """
 
+from collections import Counter
 from contextlib import contextmanager
 
 import pytest
@@ -51,3 +52,15 @@ def fast_run(ops, name, case, **sizes):
 def fast_check(ops, name, case, terms, c, **sizes):
     with variant(ops, name, "fast") as fast_ops:
         return check(fast_ops, name, case, terms, c, **sizes)
+
+
+def counted(backend, monkeypatch):
+    """{kernel: launches} from here on; where a product lays h for the next one, its name with " laid"."""
+    names, launch = Counter(), backend.launch
+
+    def noted(file, kernel, grid, block, shared, args, defines=None, **how):
+        names[kernel + " laid" * ("LAID_WARPS" in (defines or {}))] += 1
+        return launch(file, kernel, grid, block, shared, args, defines, **how)
+
+    monkeypatch.setattr(backend, "launch", noted)
+    return names

@@ -1,7 +1,5 @@
 """A round of many sequences lays its rows ahead (kernels/gpu/laid.py); test_lay_wide.py has the bits."""
 
-from collections import Counter
-
 import pytest
 from minidflash.kernels.gpu import split
 
@@ -9,6 +7,7 @@ import minidflash as md
 from minidflash.loop import one_round
 from minidflash.request import Shape, hold
 from tests.conftest import open_or_skip
+from tests.fast_rows import counted
 from tests.random_pair import write_random
 
 
@@ -21,14 +20,8 @@ def test_a_round_of_many_rows_lays_them_ahead(backend, tmp_path, monkeypatch):
     engine = md.load(
         str(target), drafter=str(drafter), backend=backend, activations="bf16", ctx=64, warm=False
     )
-    s, launched = hold(engine, Shape(12, 64, 4, True)).first(12), Counter()
-    launch = engine.ops.backend.launch
-
-    def noted(file, kernel, grid, block, shared, args, defines=None, **how):
-        launched[kernel + " laid" * ("LAID_WARPS" in (defines or {}))] += 1
-        launch(file, kernel, grid, block, shared, args, defines, **how)
-
-    monkeypatch.setattr(engine.ops.backend, "launch", noted)
+    s = hold(engine, Shape(12, 64, 4, True)).first(12)
+    launched = counted(engine.ops.backend, monkeypatch)
     engine.ops.program(lambda: one_round(engine, s, True, 4, True)).launch()
     want = {
         "end_and_lay": 8,

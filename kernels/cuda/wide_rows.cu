@@ -19,6 +19,7 @@
 #endif
 
 constexpr int PER = 4, END_THREADS = 256;
+static_assert(END_THREADS == LAY_THREADS);  // end_and_lay does both
 
 using Sums = Neighbours<float, PER>;
 

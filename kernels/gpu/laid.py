@@ -104,8 +104,8 @@ def place(backend, want, rows, at=COUNTERS, handed=None):
     return Laid(want, rows, tokens, squares, scale, handed, work[at:])
 
 
-def next_wanted(backend, wants, x):
-    """What the call behind this one in a program wants, where it reads x; else None.
+def next_wanted(backend, wants, x, work):
+    """What the call behind this one in a program wants, where it reads x and has this workspace; else None.
 
     wants: row -> function(backend, *args) -> Wanted, or None where the row is not a wide product.
     """
@@ -113,7 +113,9 @@ def next_wanted(backend, wants, x):
     if row not in wants or function is not getattr(backend, row):
         return None
     want = wants[row](backend, *args)
-    return want if want and (address_of(want.x), want.x.shape) == (address_of(x), x.shape) else None
+    if want is None or address_of(want.work) != address_of(work):
+        return None
+    return want if (address_of(want.x), want.x.shape) == (address_of(x), x.shape) else None
 
 
 def is_written_again(backend, h):

@@ -114,13 +114,12 @@ def lay(backend, want, pick=None, at=COUNTERS):
         laid, backend.ready = backend.ready, None
         return laid
     laid = place(backend, want, rows, at)
-    args = [want.x, pick, laid.tokens, rows, cols]
     if want.norm is None:
         grid = rows, -(-cols // (split.CHUNK * LAY_CHUNKS))
+        args = [want.x, pick, laid.tokens, rows, cols]
         run(backend, want.cut, "lay_wide.cu", "lay_wide", grid, 128, args)
     else:  # the squares of a row are one block's
-        args[2:2] = [want.norm, want.eps]
-        args[5:5] = [laid.squares, laid.scale]
+        args = [want.x, pick, want.norm, want.eps, laid.tokens, laid.squares, laid.scale, rows, cols]
         run(backend, want.cut, "lay_wide.cu", "lay_wide_normed", rows, 256, args, shared=2 * cols)
     return laid
 
@@ -239,7 +238,7 @@ def linear_add(backend, *args):
         if norm is not None or scale is not None:
             args = [y, bias, norm, eps, scale, own, x[here], taps, w.rows, tap_at, columns]
             end_whole(backend, laid, "end_linear_add_normed", args)
-        elif (following := next_normed(backend, x, work, y)) is not None and count == len(a):
+        elif count == len(a) and (following := next_normed(backend, x, work, y)) is not None:
             of, to = following.of, (following.tokens, following.squares, following.scale)
             defines = {"SUMMED_SLICES": laid.cut.slices}
             run(backend, of.cut, "wide_rows.cu", "end_and_lay", count, 256, [*args, of.norm, of.eps, *to],
@@ -252,12 +251,12 @@ def linear_add(backend, *args):
 
 def next_normed(backend, x, work, y):
     """The Laid that the next call wants of x with its norm, where it ends before the sums y; else None."""
-    want = next_wanted(backend, WANTS, x)
+    want = next_wanted(backend, WANTS, x, work)
     if want is None or want.norm is None or x.shape[1] > MOST_LAID:
         return None
     laid = place(backend, want, len(x))
     fits = address_of(laid.handed) <= address_of(y)
-    return laid if fits and address_of(want.work) == address_of(work) else None
+    return laid if fits else None
 
 
 def wants_gate_up(backend, x, norm, eps, act, w, work, h):
@@ -291,13 +290,13 @@ def gate_up(backend, *args):
 def next_of_h(backend, h, laid):
     """The Laid of h that the next call wants, behind all of this one's, where h itself is nobody's; else
     None."""
-    want = next_wanted(backend, WANTS, h)
+    work = laid.of.work
+    want = next_wanted(backend, WANTS, h, work)
     if want is None or want.norm is not None or h.shape[1] % split.CHUNK or not is_written_again(backend, h):
         return None
-    work = laid.of.work
     following = place(backend, want, len(h), work.size - laid.rest.size, laid.handed)
     fits = following.rest.size >= want.cut.slices * len(h) * want.outputs
-    return following if fits and address_of(want.work) == address_of(work) else None
+    return following if fits else None
 
 
 # row -> function of its arguments that gives the Wanted, or None where the row declines

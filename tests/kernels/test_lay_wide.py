@@ -10,7 +10,7 @@ from minidflash.kernels.weight import MATRIX, PAIRS, TABLE
 from tests.cases import Make, put
 from tests.compare import assert_same_bits
 from tests.conftest import open_or_skip
-from tests.fast_rows import on_gpu_backends
+from tests.fast_rows import counted, on_gpu_backends
 from tests.kernels.test_fast_prefill import use_frame
 
 ROWS, COLS, OUTPUTS = 40, 360, 24
@@ -93,6 +93,19 @@ def layers(ops, make, cols, rows, changes=None):
     return run, lambda: [ops.download(part) for part in (x, taps, h)]
 
 
+def agree(ops, make, looks=lambda is_program: None):
+    """make() gives calls and what they leave: the same as calls that know nothing of each other and as a
+    program. looks: once each has run."""
+    found = []
+    for is_program in (False, True):
+        run, left = make()
+        ops.program(run).launch() if is_program else run()
+        looks(is_program)
+        found.append(left())
+    for got, want in zip(*reversed(found), strict=True):
+        assert_same_bits(got, want)
+
+
 # Slices of products with so many inputs, in three cases.
 CUTS = {
     360: (2, 1, 2),
@@ -111,23 +124,16 @@ def test_a_program_lays_rows_for_the_next_product(ops, case, cols, frame, monkey
     cut = {cols: split.Split(CUTS[cols][case], 1, 3) for cols in CUTS}
     monkeypatch.setattr(split, "choose", lambda rows, cols, *_: cut[cols])
     monkeypatch.setattr(ops.backend, "dependent", True)
-    found, launched = [], []
-    plain = ops.backend.launch
-    monkeypatch.setattr(
-        ops.backend, "launch", lambda file, kernel, *a, **k:
-        (launched.append(kernel), plain(file, kernel, *a, **k)),
-    )  # fmt: skip
-    for is_program in (False, True):
-        launched.clear()
-        run, left = layers(ops, Make(np.random.default_rng(5), "bf16"), cols, ROWS)
-        ops.program(run).launch() if is_program else run()
-        found.append(left())
+    launched = counted(ops.backend, monkeypatch)
+
+    def looks(is_program):
         names = "end_and_lay", "end_linear_add", "lay_wide_normed", "lay_wide"
         lays_h = is_program and cut[cols].slices == 1
         want = (2, 1, 0, 2 if lays_h else 3) if is_program else (0, 3, 2, 3)
-        assert dict(zip(names, want, strict=True)) == {name: launched.count(name) for name in names}
-    for got, want in zip(*reversed(found), strict=True):
-        assert_same_bits(got, want)
+        assert dict(zip(names, want, strict=True)) == {name: launched[name] for name in names}
+        launched.clear()
+
+    agree(ops, lambda: layers(ops, Make(np.random.default_rng(5), "bf16"), cols, ROWS), looks)
 
 
 @on_gpu_backends
@@ -136,8 +142,8 @@ def test_rows_that_another_call_has_meanwhile_are_not_laid_ahead(ops, what, monk
     """What it writes is what the next product reads, and what it reads is there."""
     cut = {cols: split.Split(1, 1, 3) for cols in CUTS}
     monkeypatch.setattr(split, "choose", lambda rows, cols, *_: cut[cols])
-    found = []
-    for is_program in (False, True):
+
+    def two_layers():
         make = Make(np.random.default_rng(6), "bf16")
         table, down = (
             ops.backend.weight([make.w(64, 360)], TABLE),
@@ -146,14 +152,12 @@ def test_rows_that_another_call_has_meanwhile_are_not_laid_ahead(ops, what, monk
         ids = put(ops, np.arange(ROWS, dtype=np.int32), "i32")
         work = ops.array((ops.backend.work_size(ROWS, 224, 360),), "f32")
 
-        def between(x, h, table=table, down=down, ids=ids, work=work):
+        def between(x, h):
             ops.embed(ids, table, 1.0, x) if what == "x" else ops.linear(h, down, None, work, x)
 
-        run, left = layers(ops, make, 360, ROWS, between)
-        ops.program(run).launch() if is_program else run()
-        found.append(left())
-    for got, want in zip(*reversed(found), strict=True):
-        assert_same_bits(got, want)
+        return layers(ops, make, 360, ROWS, between)
+
+    agree(ops, two_layers)
 
 
 @on_gpu_backends
@@ -163,13 +167,9 @@ def test_rows_that_another_call_has_meanwhile_are_not_laid_ahead(ops, what, monk
 def test_rows_are_not_laid_ahead_where_they_must_not(ops, cols, is_other, monkeypatch):
     """The product behind is one of other rows; what is laid would reach the sums, on a card of few blocks."""
     monkeypatch.setattr(split, "choose", lambda *_: split.Split(1, 1, 3))
-    rows, found, launched = 64, [], []
-    plain = ops.backend.launch
-    monkeypatch.setattr(
-        ops.backend, "launch", lambda file, kernel, *a, **k:
-        (launched.append(kernel), plain(file, kernel, *a, **k)),
-    )  # fmt: skip
-    for is_program in (False, True):
+    rows, launched = 64, counted(ops.backend, monkeypatch)
+
+    def one_layer():
         make = Make(np.random.default_rng(7), "bf16")
         add, up = (
             ops.backend.weight([make.w(cols, 96)], MATRIX),
@@ -181,16 +181,15 @@ def test_rows_are_not_laid_ahead_where_they_must_not(ops, cols, is_other, monkey
             (max(ops.backend.work_size(rows, *shape) for shape in ((96, cols), (cols, 48))),), "f32"
         )
 
-        def run(a=a, x=x, other=other, add=add, up=up, norm=norm, work=work, h=h):
+        def run():
             ops.linear_add(a, add, None, None, 0.0, None, None, 0, x, None, work)
             ops.gate_up(other if is_other else x, norm, 1e-6, SILU, up, work, h)
 
-        ops.program(run).launch() if is_program else run()
-        found.append([ops.download(part) for part in (x, h)])
+        return run, lambda: [ops.download(part) for part in (x, h)]
+
+    agree(ops, one_layer)
     if is_other or ops.backend.sms < 8:
         assert "end_and_lay" not in launched
-    for got, want in zip(*reversed(found), strict=True):
-        assert_same_bits(got, want)
 
 
 def test_rows_that_were_laid_for_nobody_are_an_error(monkeypatch):
