@@ -15,25 +15,39 @@
 
 constexpr int AT_ONCE = 8;  // outputs of a lane
 
+/* Where a lane's outputs go: f of its tokens, from `first` on. put(offset, low, high): of the tokens so many
+ * behind the first, a multiple of 8, and of the one behind. */
 #ifdef LAID_WARPS
-/* Tokens 2t and 2t+1 of a lane and its neighbour's of the next output: each lane of two has one of them, and
- * both outputs of it, which lie side by side in the laid row. */
-struct Pairs {
+/* A lane and its neighbour of the next output have one token each, and both outputs of it, which lie side by
+ * side in the laid row. */
+struct Target {
     char* at;   // of this lane's first token
     int there;  // tokens from it on
 
-    __device__ __forceinline__ Pairs(bf16* laid, int f, int first, int rows, int ffn) {
+    __device__ __forceinline__ Target(bf16* laid, int f, int first, int rows, int ffn) {
         const int odd = lane_index() / 4 % 2, row = first + odd;
         const int place = TreeWalk<LAID_SLICES, LAID_WARPS>::place(f / 32, f % 8 / 2, ffn);
         at = (char*)laid_unit(laid, (rows + 7) / 8 * 8, row, place) + 4 * (f / 8 % 4), there = rows - row;
     }
 
-    /* low, high: of tokens 2t and 2t+1, `offset` behind the first ones, a multiple of 8. */
     __device__ __forceinline__ void put(int offset, float low, float high) const {
         const bool is_odd = lane_index() / 4 % 2;
         const float other = __shfl_xor_sync(FULL_WARP, is_odd ? low : high, 4);
         const u32 pair = is_odd ? pack_bf16(other, high) : pack_bf16(low, other);
         if (offset < there) *(u32*)(at + offset * COLUMN_BYTES) = pair;
+    }
+};
+#else
+struct Target {
+    bf16* at;
+    int there, ffn;
+
+    __device__ __forceinline__ Target(bf16* h, int f, int first, int rows, int ffn_)
+        : at(h + (size_t)first * ffn_ + f), there(rows - first), ffn(ffn_) {}
+
+    __device__ __forceinline__ void put(int offset, float low, float high) const {
+        if (offset < there) at[(size_t)offset * ffn] = to_bf16(low);
+        if (offset + 1 < there) at[(size_t)(offset + 1) * ffn] = to_bf16(high);
     }
 };
 #endif
@@ -47,13 +61,7 @@ struct Gated {
         const int f = unit.group * OUTPUTS / 2 + 8 * warp_index() + lane_index() / 4;
         if (f >= ffn) return;
         const Scales scales(unit, rows, scale);
-        const int first = unit.first_token + 2 * (lane_index() % 4);
-        [[maybe_unused]] const int there = rows - first;
-#ifdef LAID_WARPS
-        const Pairs to(h, f, first, rows, ffn);
-#else
-        bf16* const to = h + (size_t)first * ffn + f;
-#endif
+        const Target to(h, f, unit.first_token + 2 * (lane_index() % 4), rows, ffn);
 #pragma unroll
         for (int k = 0; k < SUMS / 2; k += AT_ONCE) {
             if (unit.first_token + offset(k) >= rows) return;  // all lanes
@@ -64,14 +72,8 @@ struct Gated {
                 gate[i] = sums[low] * scales.of[k + i], up[i] = sums[low + 2] * scales.of[k + i];
             }
             activate_all(ACT, gate, up);
-#ifdef LAID_WARPS
 #pragma unroll
             for (int i = 0; i < AT_ONCE; i += 2) to.put(offset(k + i), gate[i], gate[i + 1]);
-#else
-#pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i)
-                if (offset(k + i) < there) to[(size_t)offset(k + i) * ffn] = to_bf16(gate[i]);
-#endif
         }
     }
 };
