@@ -11,7 +11,7 @@ from tests.fast_rows import counted
 from tests.random_pair import write_random
 
 
-@pytest.mark.parametrize("backend", ["emulate", "cuda"])
+@pytest.mark.parametrize("backend", ["emulate", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_round_of_many_rows_lays_them_ahead(backend, tmp_path, monkeypatch):
     """All norms but the first of a pass, of its head and of the drafter's features; every h but the last."""
     open_or_skip(backend, "bf16")
