@@ -1,5 +1,5 @@
-"""config.json of published checkpoints, as far as their pages state it; models.md 3, 4 and 9, dflash.md
-2.2."""
+"""config.json of published checkpoints: targets' as the files have them, the rest as far as pages state it;
+models.md 3, 4 and 9, dflash.md 2.2."""
 
 import importlib
 import sys
@@ -9,26 +9,49 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "bench"))
 checkpoints = importlib.import_module("checkpoints")
 
 CODER = {
-    "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "decoder_sparse_step": 1,
-    "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048,
-    "intermediate_size": 5472, "max_position_embeddings": 262144, "mlp_only_layers": [],
+    "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu",
+    "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 5472,
+    "max_position_embeddings": 262144, "max_window_layers": 28, "mlp_only_layers": [],
     "model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": True,
     "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
-    "num_key_value_heads": 4, "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 1e7,
-    "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "num_key_value_heads": 4, "output_router_logits": False, "qkv_bias": False, "rms_norm_eps": 1e-6,
+    "rope_scaling": None, "rope_theta": 10000000, "router_aux_loss_coef": 0.0,
+    "shared_expert_intermediate_size": 0, "sliding_window": None, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "transformers_version": "4.57.1", "use_cache": True, "use_qk_norm": True,
     "use_sliding_window": False, "vocab_size": 151936,
 }  # fmt: skip
 FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
 QWEN3_8B = {
-    "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "eos_token_id": 151645, "head_dim": 128,
-    "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 12288, "max_position_embeddings": 40960,
-    "model_type": "qwen3", "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 1e6, "sliding_window": None,
-    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_sliding_window": False,
-    "vocab_size": 151936, "quantization_config": FP8,
+    "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "bos_token_id": 151643, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu",
+    "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 12288,
+    "max_position_embeddings": 40960, "max_window_layers": 36, "model_type": "qwen3",
+    "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8, "rms_norm_eps": 1e-6,
+    "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": True,
+    "use_sliding_window": False, "vocab_size": 151936, "quantization_config": FP8,
 }  # fmt: skip
-ROUTERS = [f"model.layers.{i}.mlp.gate" for i in range(48)]
-CODER_FP8 = CODER | {"quantization_config": FP8 | {"modules_to_not_convert": ["lm_head", *ROUTERS]}}
+LEFT = (
+    "input_layernorm",
+    "mlp.gate",
+    "post_attention_layernorm",
+)  # of each layer, as the published lists have it
+KEPT = ["lm_head", *(f"model.layers.{i}.{module}" for i in range(48) for module in LEFT)]
+CODER_FP8 = CODER | {"quantization_config": FP8 | {"modules_to_not_convert": KEPT}}
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009], "hidden_act": "silu",
+    "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+    "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama", "num_attention_heads": 32,
+    "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-5,
+    "rope_scaling": {
+        "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192, "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "transformers_version": "4.42.3", "use_cache": True, "vocab_size": 128256,
+}  # fmt: skip
 YARN = {
     "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
     "rope_type": "yarn", "truncate": False,
@@ -38,20 +61,22 @@ YARN = {
 def gpt_oss(layers, experts):
     """The target of so many layers and experts."""
     return {
-        "architectures": ["GptOssForCausalLM"], "attention_bias": True, "eos_token_id": 200002,
-        "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880,
-        "initial_context_length": 4096, "intermediate_size": 2880,
+        "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
+        "eos_token_id": 200002, "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu",
+        "hidden_size": 2880, "initial_context_length": 4096, "initializer_range": 0.02,
+        "intermediate_size": 2880,
         "layer_types": ["sliding_attention", "full_attention"] * (layers // 2),
         "max_position_embeddings": 131072, "model_type": "gpt_oss", "num_attention_heads": 64,
         "num_experts_per_tok": 4, "num_hidden_layers": layers, "num_key_value_heads": 8,
-        "num_local_experts": experts,
+        "num_local_experts": experts, "output_router_logits": False, "pad_token_id": 199999,
         "quantization_config": {
             "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router",
                                        "model.embed_tokens", "lm_head"],
             "quant_method": "mxfp4",
         },
         "rms_norm_eps": 1e-5, "rope_scaling": YARN, "rope_theta": 150000, "router_aux_loss_coef": 0.9,
-        "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False, "vocab_size": 201088,
+        "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False,
+        "transformers_version": "4.55.0.dev0", "use_cache": True, "vocab_size": 201088,
     }  # fmt: skip
 
 
@@ -117,9 +142,11 @@ def gemma4_drafter(width, heads, ffn, taps, target_layers):
     }  # fmt: skip
 
 
+GEMMA_31B = gemma4(60, 5376, 32, 16, 4, 21504)
+GEMMA_31B["text_config"]["expert_intermediate_size"] = GEMMA_31B["text_config"].pop("moe_intermediate_size")
 PAIRS |= {
     "gemma-4-31B": (
-        gemma4(60, 5376, 32, 16, 4, 21504), gemma4_drafter(5376, 64, 10752, [1, 12, 23, 35, 46, 57], 60),
+        GEMMA_31B, gemma4_drafter(5376, 64, 10752, [1, 12, 23, 35, 46, 57], 60),
     ),
     "gemma-4-26B-A4B": (
         gemma4(30, 2816, 16, 8, 2, 2112, (128, 8, 704)),

@@ -1,13 +1,17 @@
 """Published pairs from their config.json alone: sizes, taps, mask ids, memory, and that a card holds them."""
 
 import json
+import math
 
 import pytest
 from minidflash.kernels import open_ops
+from minidflash.weights import names, open_checkpoint
 
 from minidflash import costs, fit
+from minidflash.config import read_target
 from minidflash.pair import open_pair
 from tests.published import PAIRS
+from tests.published_tensors import LISTINGS
 
 # Parameters of target and drafter, and bytes of the target's weights: models.md 9, dflash.md 2.2.
 KNOWN = {
@@ -88,3 +92,18 @@ def test_a_target_without_weights_is_for_info_alone(mdf, folders):
     target, drafter = folders("gpt-oss-20b")
     code, out, err = mdf("generate", "--tokens", "9", "--target", target, "--drafter", drafter)
     assert (code, out) == (2, "") and "no weights found" in err
+
+
+@pytest.mark.parametrize("name", LISTINGS)
+def test_a_published_header_is_read_whole(tmp_path, name):
+    """Names, shapes and dtypes of the real files: all known, none missing, sizes as foretold."""
+    listing = LISTINGS[name]
+    shapes = [shape for _, _, shape in listing.each()]
+    assert (len(shapes), sum(map(math.prod, shapes))) == (listing.tensors, listing.numbers)
+    files = open_checkpoint(str(listing.write(tmp_path / "target")), "target")
+    config = read_target(files.config, files.generation, files.tensors)
+    bound = names.bind_target(config, files.tensors)
+    foretold = names.foretell_target(config, None)
+    assert {part: one.nbytes for part, one in bound.items()} == {
+        part: one.nbytes for part, one in foretold.items()
+    }
