@@ -8,7 +8,7 @@ import json
 import math
 from dataclasses import dataclass
 
-from tests.published import CODER, CODER_FP8, GEMMA_31B, LLAMA_8B, QWEN3_8B, gpt_oss
+from tests.published import CODER, CODER_FP8, GEMMA_31B, LLAMA_8B, PAIRS, QWEN3_8B, gpt_oss
 
 KINDS = {"BF16": 2, "F8_E4M3": 1, "U8": 1}  # bytes each
 ATTENTION = """
@@ -61,6 +61,22 @@ model.layers.{{layer}}.mlp.gate.weight 128 2048
 model.layers.{{layer}}.post_attention_layernorm.weight 2048
 model.norm.weight 2048
 {QK_NORMS}
+"""
+DRAFTER = """
+fc.weight 4096 20480
+hidden_norm.weight 4096
+layers.{layer}.input_layernorm.weight 4096
+layers.{layer}.mlp.down_proj.weight 4096 12288
+layers.{layer}.mlp.gate_proj.weight 12288 4096
+layers.{layer}.mlp.up_proj.weight 12288 4096
+layers.{layer}.post_attention_layernorm.weight 4096
+layers.{layer}.self_attn.k_norm.weight 128
+layers.{layer}.self_attn.k_proj.weight 1024 4096
+layers.{layer}.self_attn.o_proj.weight 4096 4096
+layers.{layer}.self_attn.q_norm.weight 128
+layers.{layer}.self_attn.q_proj.weight 4096 4096
+layers.{layer}.self_attn.v_proj.weight 1024 4096
+norm.weight 4096
 """
 GPT_OSS = """
 lm_head.weight 201088 2880
@@ -203,3 +219,6 @@ LISTINGS = {
         1_188, 31_273_088_876,
     ),
 }  # fmt: skip
+DRAFTERS = {
+    "Qwen3-8B-DFlash-b16": Listing(PAIRS["Qwen3-8B-FP8"][1], DRAFTER, {"layer": range(5)}, 58, 1_048_626_432),
+}

@@ -2,16 +2,17 @@
 
 import json
 import math
+from itertools import product
 
 import pytest
 from minidflash.kernels import open_ops
-from minidflash.weights import names, open_checkpoint
+from minidflash.weights import drafter_names, names, open_checkpoint
 
 from minidflash import costs, fit
-from minidflash.config import read_target
+from minidflash.config import read_drafter, read_target
 from minidflash.pair import open_pair
 from tests.published import PAIRS
-from tests.published_tensors import LISTINGS
+from tests.published_tensors import DRAFTERS, LISTINGS
 
 # Parameters of target and drafter, and bytes of the target's weights: models.md 9, dflash.md 2.2.
 KNOWN = {
@@ -94,16 +95,28 @@ def test_a_target_without_weights_is_for_info_alone(mdf, folders):
     assert (code, out) == (2, "") and "no weights found" in err
 
 
-@pytest.mark.parametrize("name", LISTINGS)
-def test_a_published_header_is_read_whole(tmp_path, name):
+READ = {  # role -> config of the files, tensors bound, tensors foretold
+    "target": (
+        lambda files: read_target(files.config, files.generation, files.tensors),
+        names.bind_target, names.foretell_target,
+    ),
+    "drafter": (
+        lambda files: read_drafter(files.config, files.tensors),
+        drafter_names.bind_drafter, drafter_names.foretell_drafter,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("role, name", [*product(["target"], LISTINGS), *product(["drafter"], DRAFTERS)])
+def test_a_published_header_is_read_whole(tmp_path, role, name):
     """Names, shapes and dtypes of the real files: all known, none missing, sizes as foretold."""
-    listing = LISTINGS[name]
+    listing = (LISTINGS | DRAFTERS)[name]
     shapes = [shape for _, _, shape in listing.each()]
     assert (len(shapes), sum(map(math.prod, shapes))) == (listing.tensors, listing.numbers)
-    files = open_checkpoint(str(listing.write(tmp_path / "target")), "target")
-    config = read_target(files.config, files.generation, files.tensors)
-    bound = names.bind_target(config, files.tensors)
-    foretold = names.foretell_target(config, None)
-    assert {part: one.nbytes for part, one in bound.items()} == {
-        part: one.nbytes for part, one in foretold.items()
-    }
+    files, (read, bind, foretell) = open_checkpoint(str(listing.write(tmp_path / role)), role), READ[role]
+    config = read(files)
+    sizes = [
+        {part: one.nbytes for part, one in found.items()}
+        for found in (bind(config, files.tensors), foretell(config, None))
+    ]
+    assert sizes[0] == sizes[1]
