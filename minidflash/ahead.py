@@ -13,6 +13,8 @@ from minidflash.kernels.record import STOPPED, Record
 
 from . import target
 from .invariants import check
+from .kept import set_aside
+from .prefix import Prefix
 from .state import copy_slot, device_ids
 from .stats import Detail, Round
 
@@ -100,8 +102,11 @@ class Ahead:
                 self.shared.begin(len(self.lanes))
 
     def leave(self, lane):
-        """A lane ends, or never begins: rounds pass its slot over until the next text has settled there."""
+        """A lane ends, or never begins: rounds pass its slot over until the next text has settled there. The
+        slot keeps its rows (kept.py), but for those of a lane that broke off."""
         lane.is_over = True
+        if lane.error is not None:
+            self.s.prefixes[lane.slot].cut(0)
         if lane in self.lanes:
             self.lanes.remove(lane)
         self._vacate(lane.slot)
@@ -127,7 +132,7 @@ class Ahead:
         lane.committed += record.emitted
         lane.anchor = record.tokens[-1]
         if self._is_alike:
-            lane.prefix.follow(record.tokens, lane.waiting if request.drafts else None)
+            self.s.prefixes[lane.slot].follow(record.tokens, lane.waiting if request.drafts else None)
         lane.schedule.learn(one.width, record.accepted, record.emitted, cost)
         if self._is_checked:
             check(self.engine, self._parts[one.count], lane, record, slot, injected)
@@ -161,7 +166,7 @@ class Ahead:
         choice = max((lane.request.choice for lane in lanes), key=CHOICES.index)
         keys = [len(lane.request.ids) + end + part.block for lane, end in zip(lanes, ends, strict=True)]
         for lane, most in zip(lanes, keys, strict=True):
-            lane.prefix.write(most)
+            self.s.prefixes[lane.slot].write(most)
         how = drafts, width, is_injecting, choice
         turn = self._begun % (self._most + 1) if is_traced else None  # a clock that no round under way has
         recorded, read = program(engine, part, how, max(keys), turn), self._read(part, count * width, choice)
@@ -209,7 +214,10 @@ class Ahead:
 
     def _move(self, lane, slot):
         """A lane goes on in another slot, behind the rounds that are under way."""
+        set_aside(self.engine.ops, self.s, slot, self.free)
         copy_slot(self.engine.ops, self.s, lane.slot, slot, lane.start + self._coming(lane))
+        prefixes = self.s.prefixes
+        prefixes[slot], prefixes[lane.slot] = prefixes[lane.slot], Prefix()
         self._vacate(lane.slot)
         lane.slot = slot
 
@@ -260,7 +268,7 @@ def prepare(engine, s, request):
     since = time.perf_counter()
 
     def seconds_of(width):
-        s.prefix.cut(0)  # rows from 0 on are written over
+        s.prefixes[0].cut(0)  # rows from 0 on are written over
         for buffer, value in ((s.start, 0), (s.fresh, 0), (s.left, 2 * s.block), (s.done, 0), (s.anchor, 0)):
             engine.ops.upload(buffer, np.array([value], np.int32))
         keys = len(request.ids) + request.max_tokens + s.block

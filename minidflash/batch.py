@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from heapq import heappop
 from typing import Any
 
@@ -14,13 +14,13 @@ from minidflash.kernels.record import STOPPED
 from .ahead import LANES, Ahead
 from .errors import UserError
 from .fit import batch_context
+from .kept import bring
 from .lane import Lane
 from .loop import first_round, prompt_steps
-from .prefix import Prefix
 from .request import Request, Shape, checked, hold, refuse_busy, release
 from .schedule import Schedule, SharedWidth
 from .stats import Round
-from .values import whole
+from .values import flag, whole
 
 MOST_SLOTS = LANES[-1]
 SHARED = "block", "verify", "drafter"  # options of the whole batch
@@ -60,7 +60,7 @@ class Seat(Lane):
     @property
     def rows_left(self):
         """Tokens of its prompt that have not run."""
-        return self.handle.prompt_tokens - self.request.rows_run
+        return self.handle.prompt_tokens - self.request.rows_reused - self.request.rows_run
 
 
 @dataclass
@@ -73,7 +73,8 @@ class Batch:
                 print(one.handle, one.round.text)
 
     A text is what `generate` gives alone, whatever runs beside it. A request joins when a slot is free, in
-    the order of `submit`; between two rounds at most one chunk of prompts runs while others decode.
+    the order of `submit`; between two rounds at most one chunk of prompts runs while others decode. Free
+    slots keep what they hold, and a prompt that begins alike runs only what is new (kept.py).
     Iteration ends when nothing runs or waits, and may begin anew after a further `submit`. The engine is busy
     from the first step until then, or until `close`. One thread iterates; `submit` and `cancel` may be called
     from others. engine.is_interrupted ends all requests. So does an exception out of iteration.
@@ -86,14 +87,16 @@ class Batch:
     block: int | None = None
     verify: int | str = "auto"
     drafter: bool | None = True
+    reuse: bool = True
 
     def __post_init__(self):
         """engine: of `load`. slots: texts at a time, 1 to 64. ctx: positions of a slot, prompt and new
         tokens; default what memory holds, at most the engine's. block, verify, drafter: as of `generate`.
+        reuse: a prompt that begins as a text before it did runs only what is new; False: every prompt runs.
         Errors: UserError for a bad value, a context that memory does not hold, and a busy engine.
         """
         engine = self.engine
-        self.slots = whole("slots", self.slots, 1, MOST_SLOTS)
+        self.slots, self.reuse = whole("slots", self.slots, 1, MOST_SLOTS), flag("reuse", self.reuse)
         refuse_busy(engine)
         options, _ = checked(engine, {name: getattr(self, name) for name in SHARED})
         self._drafts = engine.drafter is not None and options["drafter"]
@@ -119,7 +122,7 @@ class Batch:
         refuse_alone(options)
         shared = {"block": self.block if self._drafts else None, "verify": self.verify}
         given = options | shared | {"drafter": None if not self._drafts else True}
-        handle = Handle(Request.of(self.engine, prompt, given, batch=self))
+        handle = Handle(Request.of(self.engine, prompt, given, resumes=self.reuse, batch=self))
         self._waiting.append(handle)
         return handle
 
@@ -195,9 +198,9 @@ class Batch:
                 self._end_without_a_token(handle, "length")
                 continue
             slot = heappop(self._ahead.free)
-            lane = Seat.of(self.engine, handle.request, slot, Schedule(self.block), Prefix())
-            own = replace(self._state, prefix=lane.prefix)
-            lane.handle, lane.steps = handle, prompt_steps(self.engine, own, handle.request, slot)
+            lane = Seat.of(self.engine, handle.request, slot, Schedule(self.block))
+            bring(self.engine, self._state, handle.request, slot, self._ahead.free)
+            lane.handle, lane.steps = handle, prompt_steps(self.engine, self._state, handle.request, slot)
             self._joining.append(lane)
 
     def _leave(self):

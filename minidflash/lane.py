@@ -7,7 +7,6 @@ from typing import Any
 from minidflash.kernels.record import NOT_FINITE, OUT_OF_BUDGET, STOPPED
 
 from .errors import UserError
-from .prefix import Prefix
 from .request import Request
 from .schedule import Schedule
 from .text import RoundText
@@ -17,7 +16,7 @@ REASONS = {0: None, STOPPED: "stop", OUT_OF_BUDGET: "length", NOT_FINITE: None}
 
 @dataclass(eq=False)
 class Lane:
-    """Sample `number` of a request, in a slot. schedule: what it learns of its drafts. prefix: of its slot.
+    """Sample `number` of a request, in a slot. schedule: what it learns of its drafts.
 
     texts: of its rounds. anchor: its newest token. committed: its tokens. waiting: context features, as
     s.fresh says. widths: rows of its rounds where those are fixed beforehand. given: its rounds that nobody
@@ -27,7 +26,6 @@ class Lane:
     request: Request
     slot: int
     schedule: Schedule
-    prefix: Prefix
     number: int = 0
     anchor: int = -1
     committed: int = 0
@@ -40,9 +38,9 @@ class Lane:
     error: UserError | None = None
 
     @classmethod
-    def of(cls, engine, request, slot, schedule, prefix, number=0):
+    def of(cls, engine, request, slot, schedule, number=0):
         """A lane that has not begun."""
-        lane = cls(request, slot, schedule, prefix, number)
+        lane = cls(request, slot, schedule, number)
         lane.widths = iter(request.widths[number]) if request.widths else None
         lane.texts = RoundText(engine.tokenizer, request.stop, request.ids, request.raw)
         return lane

@@ -10,7 +10,6 @@ from minidflash.kernels.record import Record
 from . import drafter, target
 from .ahead import Ahead, prepare
 from .lane import Lane
-from .prefix import Prefix
 from .request import release, reserve
 from .schedule import Schedule
 from .state import copy_slot, device_ids, reset, restore, snapshot
@@ -67,16 +66,20 @@ def prompt_steps(engine, s, request, slot=0):
     last one: a generator of a chunk a step, that returns what `prefill` does.
 
     Rounds of other slots may run between the steps. A chunk may begin anywhere; of a request that resumes the
-    first one begins behind what the caches hold.
+    first one begins behind what the caches of the slot hold now.
     """
-    ops, ids, total = engine.ops.for_prefill, request.ids, len(request.ids)
-    request.rows_reused, request.rows_run = s.prefix.begin(engine, s, request), 0
+    request.rows_reused, request.rows_run = s.prefixes[slot].begin(engine, s, request), 0
+    return _chunks(engine, s, request, slot)
+
+
+def _chunks(engine, s, request, slot):
+    ops, ids, total, prefix = engine.ops.for_prefill, request.ids, len(request.ids), s.prefixes[slot]
     for first in range(request.rows_reused, total, s.chunk):
         count = min(s.chunk, total - first)
-        s.prefix.write(first + count)
+        prefix.write(first + count)
         size = stage_prompt(ops, s, ids[first : first + count], first, slot)
         run_prompt(engine, s, size, request.drafts)
-        s.prefix.add(ids[first : first + count], 0 if request.drafts else None)
+        prefix.add(ids[first : first + count], 0 if request.drafts else None)
         request.rows_run += count
         if first + count < total:
             yield
@@ -147,8 +150,8 @@ def begin(engine, s, request, number, first, slot=0):
     Rows of an earlier sample are overwritten."""
     ops = engine.ops
     request.sampling.place(ops, s, number, slot)
-    s.prefix.cut(len(request.ids))
-    s.prefix.anchor = first[0]
+    s.prefixes[slot].cut(len(request.ids))
+    s.prefixes[slot].anchor = first[0]
     ops.upload(s.choice[:1], np.array([first[0]], np.int32))
     accept(ops, s, 1, slice(slot, slot + 1))
     ops.upload(s.fresh[slot : slot + 1], np.zeros(1, np.int32))  # the prompt's features are all injected
@@ -163,7 +166,7 @@ def first_round(engine, s, lane, first, seconds):
     if first[0] < 0:
         lane.break_off()
         return
-    begin(engine, replace(s, prefix=lane.prefix), request, lane.number, first, lane.slot)
+    begin(engine, s, request, lane.number, first, lane.slot)
     record = Record.of(engine.ops.download(s.record[lane.slot : lane.slot + 1])[0])
     found = Round(record.tokens, seconds=seconds, sample=lane.number, logprobs=first[1])
     if request.trace:
@@ -189,7 +192,7 @@ def rounds_of(engine, request, timing):
         timing.prefill_s, timing.ttft_s = now - begun, now - request.begun
         behind_prompt = snapshot(engine.ops, s, 0) if len(firsts) > 1 else None
         for number in range(0, len(firsts), s.slots):
-            if number and not s.prefix.reaches(engine, s, request, len(request.ids)):
+            if number and not s.prefixes[0].reaches(engine, s, request, len(request.ids)):
                 prefill(engine, s, request)  # an answer before it wrote over a ring's keys
             elif number:
                 restore(engine.ops, s, 0, behind_prompt)
@@ -207,11 +210,12 @@ def side_by_side(engine, s, request, timing, number, firsts):
     """
     schedule, shared = (engine.schedule, None) if s.slots == 1 else (Schedule(s.block), engine.shared)
     lanes = [
-        Lane.of(engine, request, slot, schedule, Prefix() if slot else s.prefix, number + slot)
+        Lane.of(engine, request, slot, schedule, number + slot)
         for slot in range(min(s.slots, len(firsts) - number))
     ]
     for lane in lanes[1:]:
         copy_slot(engine.ops, s, 0, lane.slot, len(request.ids))
+        s.prefixes[lane.slot] = s.prefixes[0].copy(len(request.ids))
     with Ahead(engine, s, list(range(len(lanes), s.slots)), shared) as ahead:
         for lane in lanes:
             seconds = 0.0 if lane.number else timing.prefill_s
@@ -225,6 +229,4 @@ def side_by_side(engine, s, request, timing, number, firsts):
                     timing.decode_s += ahead.next()
             if lane.error is not None:
                 raise lane.error
-    for lane in lanes:
-        s.prefix.write(lane.prefix.top)  # they may have moved into slot 0
     return any(lane.is_interrupted for lane in lanes)

@@ -1,6 +1,9 @@
 """What the caches of a slot hold of a text, so that a prompt which begins alike runs only what is new."""
 
 from dataclasses import dataclass, field
+from itertools import count
+
+BEGUN = count(1)  # texts
 
 
 @dataclass
@@ -11,7 +14,8 @@ class Prefix:
     comparing ids. ids: of the target's rows. anchor: the id behind the last row that a round left: chosen,
     not run. injected: how many of the rows the drafter's caches hold. waiting: how many of the last rows have
     context features that wait for injection, where the last round left them. top: one past the last row
-    written since row 0 was; a ring lost the keys that lie its length before it.
+    written since row 0 was; a ring lost the keys that lie its length before it. used: when a text began on
+    these rows, as a number that grows.
     """
 
     ids: list = field(default_factory=list)
@@ -19,23 +23,30 @@ class Prefix:
     injected: int = 0
     waiting: int = 0
     top: int = 0
+    used: int = 0
 
     def begin(self, engine, s, request):
         """The first row that a prompt must run, from which on rows are forgotten: 0 where it may not reuse
-        any. Its last row always runs, since the first token is chosen from it."""
+        any."""
+        if request.resumes and request.drafts and s.slots == 1:
+            self.inject_waiting(engine, s)
+        row = self.holds(engine, s, request)
+        self.cut(row)
+        self.used = next(BEGUN)
+        return row
+
+    def holds(self, engine, s, request):
+        """How many rows of a prompt need not run. Its last row always runs, since the first token is chosen
+        from it."""
         from .layers import COMMITS, addressed_by_position
 
         # What another mixer keeps is of its newest row alone.
         mixers = {layer.mixer for layers, _ in parts(engine, s, request) for layer in layers}
-        row = 0
-        if request.resumes and all(COMMITS[mixer] is addressed_by_position for mixer in mixers):
-            if request.drafts:
-                self.inject_waiting(engine, s)
-            most = min(self.injected if request.drafts else len(self.ids), len(request.ids) - 1)
-            row = next((i for i in range(most) if self.ids[i] != request.ids[i]), most)
-            row = row if self.reaches(engine, s, request, row) else 0
-        self.cut(row)
-        return row
+        if not request.resumes or not all(COMMITS[mixer] is addressed_by_position for mixer in mixers):
+            return 0
+        most = min(self.injected if request.drafts else len(self.ids), len(request.ids) - 1)
+        row = alike(self.ids, request.ids, most)
+        return row if self.reaches(engine, s, request, row) else 0
 
     def inject_waiting(self, engine, s):
         """The drafter's caches get what waits, if the device is where the last whole round left it."""
@@ -78,6 +89,19 @@ class Prefix:
         one."""
         self.add([self.anchor, *tokens[:-1]], waiting)
         self.anchor = tokens[-1]
+
+    def copy(self, count):
+        """What another slot holds that got the first `count` rows of this one's caches."""
+        return Prefix(self.ids[:count], injected=min(self.injected, count), top=self.top, used=self.used)
+
+
+def alike(ids, others, most):
+    """How many of the first `most` ids are the same, which both have at least."""
+    low, high = 0, most
+    while low < high:
+        half = (low + high + 1) // 2
+        low, high = (half, high) if ids[low:half] == others[low:half] else (low, half - 1)
+    return low
 
 
 def parts(engine, s, request):

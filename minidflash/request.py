@@ -138,7 +138,7 @@ def check_room(engine, count, max_tokens, drafts, resumes=False, batch=None):
         ways = [longer] if ctx < longest else []
         if count < ctx:
             ways.append("lower --max-tokens")
-        if resumes:
+        if resumes and batch is None:
             ways.append("begin the conversation anew: /reset, or reset() of the Chat")
         elif count >= ctx:
             ways.append("shorten the prompt")

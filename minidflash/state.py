@@ -140,7 +140,7 @@ class State:
     mass: [N, B, V], the laws that drafts were drawn from; None where drafts are the likeliest tokens. narrow:
     [N, B, Y], the same as a reduced head has them.
     caches, drafter_caches: a Cache a layer. injected: the drafter's, all layers in one, (L, N, G, S, K): one
-    pass injects into all of them. prefix: which ids' rows the caches hold.
+    pass injects into all of them. prefixes: of each slot, which ids' rows the caches hold.
     """
 
     slots: int
@@ -177,7 +177,7 @@ class State:
     injected: Cache | None
     work: Any
     memory: dict
-    prefix: Prefix
+    prefixes: list
 
     def first(self, lanes):
         """The same buffers, cut to the slots below `lanes` (views): what a round of so many runs on."""
@@ -253,7 +253,7 @@ def make_state(ops, target, drafter, stops, slots, ctx, block, chunk, rejects=Fa
         narrow=narrow, rows=rows, draft_rows=draft_rows,
         context_slot=ops.array((wide,), "i32"), context_pos=ops.array((wide,), "i32"), taps=taps,
         prompt_taps=prompt_taps, features=features, caches=caches, injected=injected, work=work,
-        memory=memory, prefix=Prefix(),
+        memory=memory, prefixes=[Prefix() for _ in range(slots)],
         drafter_caches=[Cache(k, v) for k, v in zip(injected.k, injected.v, strict=True)] if injected else [],
     )  # fmt: skip
 
@@ -315,12 +315,17 @@ def restore(ops, s, slot, copies):
 
 def copy_slot(ops, s, source, slot, rows):
     """A slot becomes what another one is that holds `rows` positions: with its law, its stop ids and the
-    context features that wait; behind all that was started before. A ring has fewer rows: all of them."""
+    context features that wait; behind all that was started before."""
     for array in (*s.carried, s.stop, s.key, s.law):
         ops.copy(array[source : source + 1], array[slot : slot + 1])
     if s.taps is not None:
         taps = s.taps.reshape(-1, s.block, s.taps.shape[1])
         ops.copy(taps[source], taps[slot])
+    copy_rows(ops, s, source, slot, rows)
+
+
+def copy_rows(ops, s, source, slot, rows):
+    """The caches of a slot get the first `rows` positions of another one's. A ring has fewer: all of them."""
     for cache in (*s.caches, *s.drafter_caches):
         for part in (cache.k, cache.v):
             ops.copy(part[source, :, :rows], part[slot, :, :rows])

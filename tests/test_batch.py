@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import minidflash as md
+from minidflash import kept
 from minidflash.errors import UserError
 from minidflash.schedule import widths
 from tests.conftest import FULL, parameters
@@ -27,8 +28,14 @@ def engine_for(backend, activations, pair):
 def requests(backend, activations, pair, count):
     """(prompt, options, what it gives alone) of requests that differ in all they may."""
     engine, rng, found = engine_for(backend, activations, pair), np.random.default_rng(11), []
+
+    def some(least, most):
+        return rng.integers(0, engine.target.config.vocab, int(rng.integers(least, most))).tolist()
+
+    stems = some(8, 20), some(8, 20), []  # that prompts share
     for i in range(count):
-        prompt = rng.integers(0, engine.target.config.vocab, int(rng.integers(2, 30))).tolist()
+        stem = stems[i // 8]
+        prompt = stem + some(2, 30 - len(stem))
         options = {"max_tokens": int(rng.integers(*TOKENS[backend]))}
         if i % 3:
             options |= {"temperature": 0.4 + 0.3 * (i % 4), "seed": int(rng.integers(2**63)), "top_k": i % 5}
@@ -45,9 +52,10 @@ def told(result):
 
 
 @pytest.fixture
-def stopping():
+def stopping(monkeypatch):
     """pair -> its engine, which from now on stops at some ids that are often chosen."""
     changed = []
+    monkeypatch.setattr(kept, "LEAST", 4)  # prompts are short
 
     def with_stops(backend, activations, pair):
         engine = engine_for(backend, activations, pair)
@@ -143,6 +151,7 @@ def play(backend, activations, pair, slots, count, stopping):
         else:
             given = answer(found[handle])[0] if handle in found else []
             assert given == alone[0][: len(given)]
+    assert count < 12 or any(handle.request.rows_reused for handle in handles)
     reasons = {alone[1] for _, _, alone in wanted}
     assert backend == "emulate" or reasons == {"stop", "length"}
 

@@ -69,7 +69,10 @@ def test_the_official_client_gets_the_text_that_generate_gives(client, alone, en
                                                  stream_options={"include_usage": True}))  # fmt: skip
     assert "".join(c.choices[0].delta.content or "" for c in chunks[:-1]) == want.text
     assert chunks[0].choices[0].delta.role == "assistant" and chunks[-2].choices[0].finish_reason == "length"
-    assert not chunks[-1].choices and chunks[-1].usage == usage and len({c.id for c in chunks}) == 1
+    assert not chunks[-1].choices and len({c.id for c in chunks}) == 1
+    again = chunks[-1].usage
+    assert 0 < again.prompt_tokens_details.cached_tokens < want.prompt_tokens
+    assert again.model_copy(update={"prompt_tokens_details": usage.prompt_tokens_details}) == usage
     assert all(c.usage is None for c in chunks[:-1]) and len(chunks) <= 2 + len(want.rounds)
     assert [m.id for m in client.models.list()] == [engine.target_name]
 
@@ -242,13 +245,17 @@ def test_health_and_metrics_tell_what_ran(server, alone):
     names = "tokens_total", "prompt_tokens_total", "first_token_seconds_count"
     before = [server.metric(name) for name in names]
     want = alone(max_tokens=12, seed=3, **LAW)
-    server.post(CHAT, {"messages": PROMPT, "max_tokens": 12, "seed": 3} | LAW)
+    asked = {"messages": PROMPT, "max_tokens": 12, "seed": 3} | LAW
+    server.post(CHAT, asked)
     code, text = server.get("/health")
     assert (
         code == 200 and json.loads(text)["status"] == "ok" and 0 <= json.loads(text)["last_round_s_ago"] < 30
     )
     gained = [server.metric(name) - old for name, old in zip(names, before, strict=True)]
     assert gained == [12, want.prompt_tokens, 1] and 1 <= server.metric("tau") <= 8
+    reused = server.metric("prompt_tokens_reused_total")
+    details = server.post(CHAT, asked)[1]["usage"]["prompt_tokens_details"]
+    assert details["cached_tokens"] == server.metric("prompt_tokens_reused_total") - reused > 0
     for line in server.get("/metrics")[1].splitlines():
         assert line.startswith("# ") or float(line.rpartition(" ")[2]) >= 0
 

@@ -56,12 +56,13 @@ class Text:
 
 
 class Reply:
-    """The objects of one request. form: Chat or Text. facts: model and system_fingerprint."""
+    """The objects of one request. form: Chat or Text. facts: model and system_fingerprint.
+    first: the handle of its first answer."""
 
-    def __init__(self, form, tokenizer, facts, prompt_tokens):
+    def __init__(self, form, tokenizer, facts, first):
         self.form, self._tokenizer = form, tokenizer
         self._head = {"id": form.id + uuid.uuid4().hex, "created": int(time.time()), **facts}
-        self._prompt_tokens, self._tokens = prompt_tokens, 0
+        self._first, self._tokens = first, 0
 
     def count(self, rounds):
         """Count the tokens of rounds."""
@@ -69,9 +70,12 @@ class Reply:
 
     @property
     def usage(self):
-        """Tokens of the prompt, and of all rounds that were counted."""
-        return {"prompt_tokens": self._prompt_tokens, "completion_tokens": self._tokens,
-                "total_tokens": self._prompt_tokens + self._tokens}  # fmt: skip
+        """Tokens of the prompt, those of them that a slot kept, and those of all rounds that were counted."""
+        prompt = self._first.prompt_tokens
+        return {
+            "prompt_tokens": prompt, "completion_tokens": self._tokens, "total_tokens": prompt + self._tokens,
+            "prompt_tokens_details": {"cached_tokens": self._first.request.rows_reused},
+        }  # fmt: skip
 
     def whole(self, answers):
         """The object of answers, each a list of Round."""

@@ -135,9 +135,9 @@ class Completions:
 
     async def _answer(self, scope, receive, send, place, asked, facts):
         """Answer, and return how the request ended."""
-        tickets, count = await place.submit(asked)
+        tickets = await place.submit(asked)
         tokenizer = self._service.thread.batch.engine.tokenizer
-        reply = answers.Reply(self._form, tokenizer, facts, count)
+        reply = answers.Reply(self._form, tokenizer, facts, tickets[0].handle)
         if asked.is_streamed:
             return await self._stream(send, tickets, reply, asked.tells_usage)
         found = await asyncio.gather(*map(whole, tickets))

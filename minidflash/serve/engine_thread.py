@@ -102,8 +102,7 @@ class EngineThread:
         return Place(self, answers)
 
     async def submit(self, asked, tickets):
-        """Begin a request; each of its answers adds a ticket. Returns how many tokens its prompt has.
-        Errors: Refusal."""
+        """Begin a request; each of its answers adds a ticket. Errors: Refusal."""
         try:
             ids = await asyncio.to_thread(
                 self._prompt_ids, asked
@@ -118,7 +117,6 @@ class EngineThread:
             raise Refusal.of(error) from error
         self.meters.begin(len(ids))
         self._wake.set()
-        return len(ids)
 
     def _prompt_ids(self, asked):
         options, _ = checked(self.batch.engine, self._defaults | asked.options)
@@ -135,6 +133,8 @@ class EngineThread:
         is_first, before = ticket.newest is None, ticket.newest
         ticket.newest = now
         waited, gap = (now - ticket.since, None) if is_first else (None, now - before)
+        if is_first:
+            self.meters.reuse(ticket.handle.request.rows_reused)
         self.meters.add(item.round, self.batch.engine.drafter is not None, waited, gap)
         ticket.items.put_nowait(item.round if item.error is None else Refusal.of(item.error))
 
@@ -196,5 +196,6 @@ class Place:
             self._thread.forget(ticket)
 
     async def submit(self, asked):
-        """Begin. Returns (tickets, tokens of the prompt). Errors: Refusal."""
-        return self._tickets, await self._thread.submit(asked, self._tickets)
+        """Begin. Returns the tickets. Errors: Refusal."""
+        await self._thread.submit(asked, self._tickets)
+        return self._tickets

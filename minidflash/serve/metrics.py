@@ -12,6 +12,7 @@ HELP = {  # name -> (kind, what it is); all begin with minidflash_
     "tau": ("gauge", "Tokens a round, mean of all drafted runs so far."),
     "requests_total": ("counter", "Requests that ended, by how: completed, cancelled, refused, failed."),
     "prompt_tokens_total": ("counter", "Tokens of prompts that were taken on."),
+    "prompt_tokens_reused_total": ("counter", "Those of them that did not run: a slot kept them."),
     "tokens_total": ("counter", "Tokens that were generated."),
     "rounds_total": ("counter", "Rounds of texts: two texts in one round of the machine are two."),
     "round_seconds_total": ("counter", "Seconds of these rounds."),
@@ -60,6 +61,10 @@ class Meters:
     def begin(self, prompt_tokens):
         """A text was taken on."""
         self._counts["prompt_tokens_total"] += prompt_tokens
+
+    def reuse(self, prompt_tokens):
+        """A text has begun, and a slot kept so much of its prompt."""
+        self._counts["prompt_tokens_reused_total"] += prompt_tokens
 
     def end(self, how):
         """A request ended. how: as in HELP."""

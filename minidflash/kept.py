@@ -1,0 +1,35 @@
+"""What free slots keep of the texts that ended there: a text that begins alike gets these rows."""
+
+from .state import copy_rows
+
+LEAST = 64  # rows that a copy is worth: fewer are run as soon
+
+
+def bring(engine, s, request, slot, free):
+    """A slot gets what its new text can reuse, from the free one that keeps most of it. What the slot kept
+    itself, and now loses, moves into another free one.
+
+    slot: no longer free. free: the others that are; a text that runs lends nothing, since it may break off.
+    """
+    counts = {one: s.prefixes[one].holds(engine, s, request) for one in (slot, *free)}
+    best = max(counts, key=counts.get)
+    best = best if counts[best] - counts[slot] >= LEAST else slot
+    if 2 * counts[slot] < len(s.prefixes[slot].ids):
+        set_aside(engine.ops, s, slot, [one for one in free if one != best])
+    if best != slot:
+        _copy(engine.ops, s, best, slot, counts[best])
+
+
+def set_aside(ops, s, slot, free):
+    """What a slot keeps moves into the free one whose text is the oldest, unless its own is that."""
+    kept, prefixes = s.prefixes[slot], s.prefixes
+    oldest = min(free, key=lambda one: len(prefixes[one].ids) >= LEAST and prefixes[one].used, default=slot)
+    is_older = len(prefixes[oldest].ids) < LEAST or prefixes[oldest].used < kept.used
+    if len(kept.ids) >= LEAST and oldest != slot and is_older:
+        _copy(ops, s, slot, oldest, len(kept.ids))
+
+
+def _copy(ops, s, source, slot, rows):
+    s.prefixes[slot].cut(0)  # whatever happens meanwhile
+    copy_rows(ops, s, source, slot, rows)
+    s.prefixes[slot] = s.prefixes[source].copy(rows)

@@ -1,0 +1,130 @@
+"""A batch's free slots keep their texts: a prompt that begins alike runs only what is new, and its text is
+what it gets alone."""
+
+import numpy as np
+import pytest
+
+import minidflash as md
+from minidflash import kept
+from minidflash.prefix import alike
+from tests.conftest import parameters
+from tests.models import engine_of, target_of
+from tests.test_batch import CTX, DENSE, RINGS, answer, engine_for, gather, poison
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def few_rows_are_worth_a_copy(monkeypatch):
+    monkeypatch.setattr(kept, "LEAST", 4)
+
+
+def some(count, seed):
+    """A prompt of so many ids."""
+    return np.random.default_rng(seed).integers(0, 384, count).tolist()
+
+
+def ask(batch, prompt, **options):
+    """A request run to its end with nobody beside it. Returns (tokens, rows reused)."""
+    handle, found = batch.submit(prompt, **options), {}
+    gather(batch, found)
+    request = handle.request
+    assert request.rows_reused + request.rows_run == len(prompt)
+    return answer(found[handle])[0], request.rows_reused
+
+
+def alone(engine, prompt, pair=DENSE, **options):
+    """Of another engine: one that generates gives up what a batch keeps."""
+    other = engine_of(
+        target_of(pair), pair, engine.ops.name, engine.ops.activations, ctx=384, prefill_chunk=16
+    )
+    return md.generate(other, prompt, verify=4, **options).tokens
+
+
+@pytest.mark.parametrize("ops", parameters(["numba", "emulate", "cuda"], ["bf16"]), indirect=True)
+def test_two_conversations_take_turns(ops):
+    """On the CPU all rows of the turn before are reused but some at its end; on a GPU those of its prompt."""
+    engine = engine_for(ops.name, ops.activations, DENSE)
+    is_alike = engine.ops.for_prefill is engine.ops
+    said = [some(20, seed) for seed in (1, 2)]
+    with md.Batch(engine, slots=3, ctx=CTX, verify=4) as batch:
+        for turn in range(3 if ops.name == "numba" else 2):
+            for own in said:
+                before = len(own)
+                reply, reused = ask(batch, own, max_tokens=6)
+                assert reply == alone(engine, own, max_tokens=6)
+                if turn:
+                    known = before - 3  # the new message
+                    assert known - 6 - (batch.block if is_alike else 1) < reused < before
+                    assert is_alike or reused == known - 6
+                else:
+                    assert reused == 0
+                own += [*reply, *some(3, 10 + turn)]
+
+
+def test_who_asked_longest_ago_is_forgotten_first():
+    engine = engine_for("numba", "bf16", DENSE)
+    first, *others = (some(30, seed) for seed in range(5))
+    with md.Batch(engine, slots=4, ctx=CTX, verify=4) as batch:
+        for prompt in (first, *others[:3]):
+            assert ask(batch, prompt, max_tokens=4) == (alone(engine, prompt, max_tokens=4), 0)
+        assert ask(batch, [*first, 7], max_tokens=4)[1] >= 30, "of four slots, the fourth keeps it"
+        for prompt in others[1:]:
+            ask(batch, prompt, max_tokens=4)
+        assert ask(batch, [*first, 9], max_tokens=4)[1] >= 30
+        lost = [*others[0], 7]
+        assert ask(batch, lost, max_tokens=4) == (alone(engine, lost, max_tokens=4), 0)
+
+
+def test_a_text_that_moves_leaves_what_was_kept_there():
+    engine = engine_for("numba", "bf16", DENSE)
+    short, long = some(30, 1), some(20, 2)
+    with md.Batch(engine, slots=4, ctx=CTX, verify=4) as batch:
+        _, two, found = batch.submit(short, max_tokens=2), batch.submit(long, max_tokens=40), {}
+        while not batch._running or [lane.slot for lane in batch._running] != [0]:
+            gather(batch, found, rounds=1)
+        gather(batch, found)
+        assert answer(found[two])[0] == alone(engine, long, max_tokens=40)
+        again = [*short, 7]
+        assert ask(batch, again, max_tokens=4) == (alone(engine, again, max_tokens=4), 30)
+
+
+def test_who_runs_lends_nothing_and_who_broke_off_neither():
+    engine, prompt = engine_for("numba", "bf16", DENSE), some(30, 1)
+    with md.Batch(engine, slots=3, ctx=CTX, verify=4) as batch:
+        bad, found = batch.submit(prompt, max_tokens=40), {}
+        gather(batch, found, rounds=2)
+        poison(engine.ops, batch, 0)
+        beside = batch.submit(prompt, max_tokens=8)
+        gather(batch, found)
+        assert found[bad][-1].error is not None and beside.request.rows_reused == 0
+        assert answer(found[beside])[0] == alone(engine, prompt, max_tokens=8)
+        again = [*prompt, 7]
+        assert ask(batch, again, max_tokens=8) == (alone(engine, again, max_tokens=8), 30)
+
+
+def test_a_ring_that_lost_keys_is_not_reused():
+    engine, prompt = engine_for("numba", "bf16", RINGS), some(24, 3)
+    with md.Batch(engine, slots=2, ctx=256, verify=4) as batch:
+        ask(batch, prompt, max_tokens=2)
+        assert ask(batch, [*prompt, 7], max_tokens=2)[1] == 24
+        assert min(cache.k.shape[2] for cache in engine.state.caches) < 150
+        ask(batch, prompt, max_tokens=200)
+        again = [*prompt, 9]
+        assert ask(batch, again, max_tokens=4) == (alone(engine, again, RINGS, max_tokens=4), 0)
+
+
+def test_without_reuse_every_prompt_runs():
+    engine, prompt = engine_for("numba", "bf16", DENSE), some(30, 1)
+    with md.Batch(engine, slots=2, ctx=CTX, reuse=False) as batch:
+        assert [ask(batch, prompt, max_tokens=3)[1] for _ in range(2)] == [0, 0]
+    with pytest.raises(md.UserError, match="reuse is 3"):
+        md.Batch(engine, reuse=3)
+
+
+@pytest.mark.parametrize("most", [0, 1, 5, 8])
+def test_alike_counts_what_is_the_same(most):
+    ids = list(range(8))
+    for at in range(9):
+        other = [*ids[:at], -1, *ids[at + 1 :]] if at < 8 else ids
+        assert alike(ids, other, most) == min(at, most)
