@@ -151,7 +151,9 @@ def points(engine, prompts, results, concurrency, widths, tokens, requests, repe
     for _ in range(repeat):
         for width, done in runs.items():
             how = {"drafter": False} if width == PLAIN else {"verify": rows_of(width)}
-            with md.Batch(engine, slots=concurrency, ctx=longest + tokens, **how) as batch:
+            # Prompts are repeated, and each is to cost what one costs that nobody asked before.
+            how |= {"slots": concurrency, "ctx": longest + tokens, "reuse": False}
+            with md.Batch(engine, **how) as batch:
                 closed_loop(batch, prompts, concurrency, 2 * concurrency, min(tokens, WARM))
                 done.append(closed_loop(batch, prompts, concurrency, requests, tokens))
     found = [told(width, concurrency, done, wanted) for width, done in runs.items()]

@@ -18,6 +18,7 @@ def bring(engine, s, request, slot, free):
         set_aside(engine.ops, s, slot, [one for one in free if one != best])
     if best != slot:
         _copy(engine.ops, s, best, slot, counts[best])
+        s.prefixes[best].used = 0  # two have it now
 
 
 def set_aside(ops, s, slot, free):

@@ -89,7 +89,7 @@ def test_a_text_that_moves_leaves_what_was_kept_there():
         assert ask(batch, again, max_tokens=4) == (alone(engine, again, max_tokens=4), 30)
 
 
-def test_who_runs_lends_nothing_and_who_broke_off_neither():
+def test_who_runs_lends_nothing():
     engine, prompt = engine_for("numba", "bf16", DENSE), some(30, 1)
     with md.Batch(engine, slots=3, ctx=CTX, verify=4) as batch:
         bad, found = batch.submit(prompt, max_tokens=40), {}
@@ -99,19 +99,53 @@ def test_who_runs_lends_nothing_and_who_broke_off_neither():
         gather(batch, found)
         assert found[bad][-1].error is not None and beside.request.rows_reused == 0
         assert answer(found[beside])[0] == alone(engine, prompt, max_tokens=8)
-        again = [*prompt, 7]
-        assert ask(batch, again, max_tokens=8) == (alone(engine, again, max_tokens=8), 30)
+
+
+def test_who_broke_off_leaves_nothing():
+    engine, prompt = engine_for("numba", "bf16", DENSE), some(30, 1)
+    with md.Batch(engine, slots=3, ctx=CTX, verify=4) as batch:
+        bad, found = batch.submit(prompt, max_tokens=40), {}
+        gather(batch, found, rounds=2)
+        poison(engine.ops, batch, 0)
+        gather(batch, found)
+        assert found[bad][-1].error is not None
+        assert ask(batch, prompt, max_tokens=8) == (alone(engine, prompt, max_tokens=8), 0)
 
 
 def test_a_ring_that_lost_keys_is_not_reused():
+    """Nor a copy of it: what a shorter text reused of a longer one has lost the same keys."""
     engine, prompt = engine_for("numba", "bf16", RINGS), some(24, 3)
-    with md.Batch(engine, slots=2, ctx=256, verify=4) as batch:
+    with md.Batch(engine, slots=3, ctx=256, verify=4) as batch:
         ask(batch, prompt, max_tokens=2)
         assert ask(batch, [*prompt, 7], max_tokens=2)[1] == 24
-        assert min(cache.k.shape[2] for cache in engine.state.caches) < 150
-        ask(batch, prompt, max_tokens=200)
-        again = [*prompt, 9]
-        assert ask(batch, again, max_tokens=4) == (alone(engine, again, RINGS, max_tokens=4), 0)
+        ring, window = min(
+            (cache.k.shape[2], layer.window)
+            for cache, layer in zip(engine.state.caches, engine.target.config.layers, strict=True)
+            if layer.window
+        )
+        assert ring < 150
+        long = [*prompt, *ask(batch, prompt, max_tokens=ring + 30 - len(prompt))[0]]
+        ask(batch, some(24, 4), max_tokens=2)  # which moves it into another slot
+        for first, reused in ((30 + window + 40, True), (24, False)):
+            again = [*long[:first], 9]
+            found = ask(batch, again, max_tokens=4)
+            assert found == (alone(engine, again, RINGS, max_tokens=4), first if reused else 0)
+
+
+def test_texts_that_reuse_rows_draft_alike():
+    """Rows whose features wait for the drafter are not reused, wherever they lie now."""
+    engine, prompts = engine_for("numba", "bf16", DENSE), [some(20, seed) for seed in range(3)]
+    other = engine_of(target_of(DENSE), DENSE, "numba", "bf16", ctx=384, prefill_chunk=16)
+    with md.Batch(engine, slots=4, ctx=CTX, verify=4) as batch:
+        for turn in range(2):
+            for i, own in enumerate(prompts):
+                handle, found = batch.submit(own, max_tokens=12), {}
+                gather(batch, found)
+                rounds = [one.round for one in found[handle]]
+                known = list(md.stream(other, own, max_tokens=12, verify=4))
+                assert [one.drafted for one in rounds] == [one.drafted for one in known]
+                assert bool(turn) == bool(handle.request.rows_reused)
+                prompts[i] = [*own, *(token for one in rounds for token in one.tokens), 7]
 
 
 def test_without_reuse_every_prompt_runs():

@@ -142,6 +142,13 @@ def test_what_cannot_be_served_is_said_in_one_line(mdf, monkeypatch, tmp_path, f
         open_batch(args)
 
 
+@pytest.mark.parametrize("given, reuses", [([], True), (["--no-reuse"], False)])
+def test_prompts_are_reused_unless_it_is_said(folder, given, reuses):
+    target, _ = build(folder)
+    args = make_parser().parse_args(["serve", "--target", str(target), "--ctx", "64", "--quiet", *given])
+    assert open_batch(args).reuse is reuses
+
+
 def test_a_missing_package_is_named():
     code = (
         "import sys, minidflash.cli; sys.modules['uvicorn'] = None; sys.exit(minidflash.cli.main(['serve']))"

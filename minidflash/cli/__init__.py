@@ -139,6 +139,9 @@ def _serve(parser):
     net.add_argument("--max-waiting", metavar="N", type=whole(0), default=64,
                      help="texts that may wait for a slot; one more is refused "
                           "(default %(default)s)")  # fmt: skip
+    net.add_argument("--no-reuse", action="store_true",
+                     help="run every prompt whole, also one that begins as a text before it did, which who "
+                          "asks could notice by the time it takes")  # fmt: skip
     net.add_argument("--api-key", metavar="K",
                      help="what clients must send; default MINIDFLASH_API_KEY, else nothing")  # fmt: skip
     net.add_argument("--grace", metavar="S", type=real(0, 86400, "seconds from 0 to 86400"), default=30.0,

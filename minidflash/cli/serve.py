@@ -57,7 +57,8 @@ def open_batch(args):
         raise UserError("this checkpoint has no tokenizer.json, and clients send text",
                         "minidflash generate --tokens takes ids")  # fmt: skip
     warn(args, engine, args.block or 1)
-    return Batch(engine, slots=args.slots, ctx=args.ctx, block=args.block, verify=args.verify)
+    own = {"block": args.block, "verify": args.verify, "reuse": not args.no_reuse}
+    return Batch(engine, slots=args.slots, ctx=args.ctx, **own)
 
 
 def key_of(args):
