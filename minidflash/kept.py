@@ -2,19 +2,19 @@
 
 from .state import copy_rows
 
-LEAST = 64  # rows that a copy is worth: fewer are run as soon
+LEAST = 16  # rows that a copy is worth: fewer are run as soon
 
 
 def bring(engine, s, request, slot, free):
     """A slot gets what its new text can reuse, from the free one that keeps most of it. What the slot kept
-    itself, and now loses, moves into another free one.
+    itself moves into another free one, unless the new text goes on from its prompt.
 
     slot: no longer free. free: the others that are; a text that runs lends nothing, since it may break off.
     """
     counts = {one: s.prefixes[one].holds(engine, s, request) for one in (slot, *free)}
     best = max(counts, key=counts.get)
     best = best if counts[best] - counts[slot] >= LEAST else slot
-    if 2 * counts[slot] < len(s.prefixes[slot].ids):
+    if counts[slot] < s.prefixes[slot].prompt - 1:  # a prompt's last row always runs
         set_aside(engine.ops, s, slot, [one for one in free if one != best])
     if best != slot:
         _copy(engine.ops, s, best, slot, counts[best])

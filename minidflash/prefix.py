@@ -14,8 +14,8 @@ class Prefix:
     comparing ids. ids: of the target's rows. anchor: the id behind the last row that a round left: chosen,
     not run. injected: how many of the rows the drafter's caches hold. waiting: how many of the last rows have
     context features that wait for injection, where the last round left them. top: one past the last row
-    written since row 0 was; a ring lost the keys that lie its length before it. used: when a text began on
-    these rows, as a number that grows.
+    written since row 0 was; a ring lost the keys that lie its length before it. prompt: ids of the newest
+    prompt that began here. used: when that was, as a number that grows.
     """
 
     ids: list = field(default_factory=list)
@@ -23,6 +23,7 @@ class Prefix:
     injected: int = 0
     waiting: int = 0
     top: int = 0
+    prompt: int = 0
     used: int = 0
 
     def begin(self, engine, s, request):
@@ -32,7 +33,7 @@ class Prefix:
             self.inject_waiting(engine, s)
         row = self.holds(engine, s, request)
         self.cut(row)
-        self.used = next(BEGUN)
+        self.prompt, self.used = len(request.ids), next(BEGUN)
         return row
 
     def holds(self, engine, s, request):
@@ -92,7 +93,8 @@ class Prefix:
 
     def copy(self, count):
         """What another slot holds that got the first `count` rows of this one's caches."""
-        return Prefix(self.ids[:count], injected=min(self.injected, count), top=self.top, used=self.used)
+        injected = min(self.injected, count)
+        return Prefix(self.ids[:count], -1, injected, 0, self.top, self.prompt, self.used)
 
 
 def alike(ids, others, most):

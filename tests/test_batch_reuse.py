@@ -76,6 +76,17 @@ def test_who_asked_longest_ago_is_forgotten_first():
         assert ask(batch, lost, max_tokens=4) == (alone(engine, lost, max_tokens=4), 0)
 
 
+def test_who_goes_on_from_a_prompt_takes_its_place():
+    """A reply that is asked for again, or left out of the next prompt, is kept no longer than its prompt."""
+    engine, other, prompt = engine_for("numba", "bf16", DENSE), some(30, 1), some(30, 2)
+    with md.Batch(engine, slots=2, ctx=CTX, verify=4) as batch:
+        ask(batch, other, max_tokens=4)
+        ask(batch, prompt, max_tokens=30)
+        for again in (prompt, [*prompt, *some(10, 3)]):
+            assert ask(batch, again, max_tokens=30)[1] >= 29
+        assert ask(batch, [*other, 7], max_tokens=4)[1] == 30, "of two slots, the second keeps it"
+
+
 def test_a_text_that_moves_leaves_what_was_kept_there():
     engine = engine_for("numba", "bf16", DENSE)
     short, long = some(30, 1), some(20, 2)
