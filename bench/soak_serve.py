@@ -76,13 +76,14 @@ def measure(pair, args):
             lives.append(asyncio.run(live(url, process.pid, texts, args, until, number)))
             ends.append(end(url, process, long, args))
     how = sum((how for how, *_ in lives), Counter())
+    prompts = sum((prompts for *_, prompts in lives), Counter())
     checked = how["completed"] + how["wrong"] + sum(one["under_way"] for one in ends)
-    taken, (_, marks, _) = sum(taken for *_, taken in lives), max(lives, key=lambda one: grown(one[1]))
+    taken, (_, marks, *_) = sum(taken for *_, taken, _ in lives), max(lives, key=lambda one: grown(one[1]))
     broken = sum(one["under_way"] - one["right"] for one in ends)
     is_ended = not broken and all(one["is_refused"] and one["code"] == 0 for one in ends)
     return {
         "requests": how.total(), "how": dict(how), "disconnects": how["left"], "garbage": how["refused"],
-        "texts_checked": checked, "texts_wrong": how["wrong"] + broken,
+        "texts_checked": checked, "texts_wrong": how["wrong"] + broken, **prompts,
         "memory_before_mib": mib(settled(marks)), "memory_after_mib": mib(marks[-1]),
         "grown_mib": mib(grown(marks)), "resident_mib": [[mib(m) for m in some(one[1])] for one in lives],
         "slots": args.slots, "slots_free": args.slots - taken, "connections": args.connections,
@@ -120,7 +121,8 @@ def server_of(pair, args):
 
 
 async def live(url, pid, texts, args, until, number):
-    """Half of the requests. Returns (how they went, bytes of the server's memory, slots that stay taken)."""
+    """Half of the requests. Returns (how they went, bytes of the server's memory, slots that stay taken,
+    tokens of prompts and those of them that did not run)."""
     how, marks, each = Counter(), [], max(1, args.requests // LOOKS)
     while how.total() < args.requests / 2 and time.perf_counter() < until:
         seed = number * 10**6 + len(marks)
@@ -131,7 +133,9 @@ async def live(url, pid, texts, args, until, number):
             if not (lanes := await busy(client, "lanes")):
                 break
             await asyncio.sleep(0.1)
-    return how, marks, lanes
+        names = "prompt_tokens", "prompt_tokens_reused"
+        prompts = Counter({name: await busy(client, f"{name}_total") for name in names})
+    return how, marks, lanes, prompts
 
 
 async def busy(client, names):

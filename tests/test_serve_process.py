@@ -111,9 +111,9 @@ def test_the_soak_counts_what_went_and_how_it_ended(engine, bench):
     with Running(md.Batch(engine, slots=2), max_waiting=2) as server:
         server.wait(server.is_ready)
         live = soaking.live(server.url, os.getpid(), texts, args, float("inf"), 1)
-        how, marks, lanes = asyncio.run(live)
+        how, marks, lanes, prompts = asyncio.run(live)
         assert how.total() == len(marks) == 12 and set(how) <= set(soaking.FINE) and lanes == 0
-        assert min(marks) > 2**20
+        assert min(marks) > 2**20 and 0 < prompts["prompt_tokens_reused"] < prompts["prompt_tokens"]
         bad = soaking.live(server.url, os.getpid(), dict.fromkeys(texts, "t1"), args, float("inf"), 2)
         assert asyncio.run(bad)[0]["wrong"] > 6
         process = SimpleNamespace(send_signal=lambda number: server.server.handle_exit(number, None))
