@@ -1,5 +1,7 @@
 """What free slots keep of the texts that ended there: a text that begins alike gets these rows."""
 
+import numpy as np
+
 from .state import copy_rows
 
 LEAST = 16  # rows that a copy is worth: fewer are run as soon
@@ -11,6 +13,7 @@ def bring(engine, s, request, slot, free):
 
     slot: no longer free. free: the others that are; a text that runs lends nothing, since it may break off.
     """
+    _forget_waiting(engine.ops, s, slot)
     counts = {one: s.prefixes[one].holds(engine, s, request) for one in (slot, *free)}
     best = max(counts, key=counts.get)
     best = best if counts[best] - counts[slot] >= LEAST else slot
@@ -32,5 +35,11 @@ def set_aside(ops, s, slot, free):
 
 def _copy(ops, s, source, slot, rows):
     s.prefixes[slot].cut(0)  # whatever happens meanwhile
+    _forget_waiting(ops, s, slot)
     copy_rows(ops, s, source, slot, rows)
     s.prefixes[slot] = s.prefixes[source].copy(rows)
+
+
+def _forget_waiting(ops, s, slot):
+    """Context features of a text that ended: a round would inject them into rows that are another's."""
+    ops.upload(s.fresh[slot : slot + 1], np.zeros(1, np.int32))

@@ -143,20 +143,65 @@ def test_a_ring_that_lost_keys_is_not_reused():
             assert found == (alone(engine, again, RINGS, max_tokens=4), first if reused else 0)
 
 
-def test_texts_that_reuse_rows_draft_alike():
-    """Rows whose features wait for the drafter are not reused, wherever they lie now."""
-    engine, prompts = engine_for("numba", "bf16", DENSE), [some(20, seed) for seed in range(3)]
+def keys_of(s, prompt):
+    """Bytes of the drafter's keys and values of a prompt, from the slot that keeps it."""
+    (slot,) = (
+        i for i, one in enumerate(s.prefixes) if one.prompt == len(prompt) and one.ids[:9] == prompt[:9]
+    )
+    rows = slice(0, len(prompt))
+    return [part[slot, :, rows].tobytes() for cache in s.drafter_caches for part in (cache.k, cache.v)]
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_texts_that_reuse_rows_draft_alike(beside):
+    """Rows whose features wait for the drafter are not reused, wherever they lie now; nor do rounds of others
+    inject them into rows of the next text."""
+    engine, prompts = engine_for("numba", "bf16", DENSE), [some(n, n) for n in (60, 20, 30)]
     other = engine_of(target_of(DENSE), DENSE, "numba", "bf16", ctx=384, prefill_chunk=16)
-    with md.Batch(engine, slots=4, ctx=CTX, verify=4) as batch:
-        for turn in range(2):
+    with md.Batch(engine, slots=6, ctx=256, verify=4) as batch:
+        neighbours = [batch.submit(some(9, 9), max_tokens=240, ignore_eos=True)] if beside else []
+        for turn in range(3):
             for i, own in enumerate(prompts):
                 handle, found = batch.submit(own, max_tokens=12), {}
-                gather(batch, found)
+                if beside and len(neighbours) == 1:  # on both sides
+                    neighbours.append(batch.submit(some(9, 8), max_tokens=240, ignore_eos=True))
+                while handle not in found or found[handle][-1].round.finish_reason is None:
+                    gather(batch, found, rounds=1)
                 rounds = [one.round for one in found[handle]]
                 known = list(md.stream(other, own, max_tokens=12, verify=4))
                 assert [one.drafted for one in rounds] == [one.drafted for one in known]
+                assert keys_of(batch._state, own) == keys_of(other.state, own)
                 assert bool(turn) == bool(handle.request.rows_reused)
-                prompts[i] = [*own, *(token for one in rounds for token in one.tokens), 7]
+                prompts[i] = [*own, *(token for one in rounds for token in one.tokens), *some(40, turn)]
+        assert set(neighbours) == {lane.handle for lane in batch._running}
+
+
+def test_features_of_a_text_that_ended_reach_no_other():
+    """Rounds of neighbours inject what waits: not into the next prompt, nor into rows that were set aside."""
+    engine, texts = engine_for("numba", "bf16", DENSE), [some(8, seed) for seed in range(6)]
+    other = engine_of(target_of(DENSE), DENSE, "numba", "bf16", ctx=384, prefill_chunk=16)
+    found = {}
+
+    def run(batch, handle, is_enough):
+        while not is_enough([one.round for one in found.get(handle, [])]):
+            gather(batch, found, rounds=1)
+
+    with md.Batch(engine, slots=6, ctx=256, verify=4) as batch:
+        options = {"max_tokens": 190, "ignore_eos": True}
+        _, before, _, high, _, last = [batch.submit(one, **options) for one in texts]  # as many as slots
+        run(batch, last, lambda rounds: len(rounds) > 2)
+        batch.cancel(before)
+        long = some(60, 8)
+        low = batch.submit(long, **options)
+        run(batch, low, lambda rounds: len(rounds) > 4)
+        batch.cancel(low), batch.cancel(high)
+        for prompt, reused in ((some(40, 6), 0), ([*long, *some(40, 7)], 60)):
+            handle = batch.submit(prompt, max_tokens=12)
+            run(batch, handle, lambda rounds: rounds and rounds[-1].finish_reason)
+            known = list(md.stream(other, prompt, max_tokens=12, verify=4))
+            assert [one.round.drafted for one in found[handle]] == [one.drafted for one in known]
+            assert keys_of(batch._state, prompt) == keys_of(other.state, prompt)
+            assert handle.request.rows_reused >= reused
 
 
 def test_without_reuse_every_prompt_runs():
