@@ -37,6 +37,11 @@ class Handle:
         """How many ids the prompt has."""
         return len(self.request.ids)
 
+    @property
+    def reused_tokens(self):
+        """How many of them did not run, since a slot kept them; 0 while it waits for a slot."""
+        return self.request.rows_reused
+
 
 @dataclass(frozen=True)
 class Item:

@@ -151,7 +151,7 @@ def play(backend, activations, pair, slots, count, stopping):
         else:
             given = answer(found[handle])[0] if handle in found else []
             assert given == alone[0][: len(given)]
-    assert count < 12 or any(handle.request.rows_reused for handle in handles)
+    assert count < 12 or any(handle.reused_tokens for handle in handles)
     reasons = {alone[1] for _, _, alone in wanted}
     assert backend == "emulate" or reasons == {"stop", "length"}
 

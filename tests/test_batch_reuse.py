@@ -108,7 +108,7 @@ def test_who_runs_lends_nothing():
         poison(engine.ops, batch, 0)
         beside = batch.submit(prompt, max_tokens=8)
         gather(batch, found)
-        assert found[bad][-1].error is not None and beside.request.rows_reused == 0
+        assert found[bad][-1].error is not None and beside.reused_tokens == 0
         assert answer(found[beside])[0] == alone(engine, prompt, max_tokens=8)
 
 
@@ -171,7 +171,7 @@ def test_texts_that_reuse_rows_draft_alike(beside):
                 known = list(md.stream(other, own, max_tokens=12, verify=4))
                 assert [one.drafted for one in rounds] == [one.drafted for one in known]
                 assert keys_of(batch._state, own) == keys_of(other.state, own)
-                assert bool(turn) == bool(handle.request.rows_reused)
+                assert bool(turn) == bool(handle.reused_tokens)
                 prompts[i] = [*own, *(token for one in rounds for token in one.tokens), *some(40, turn)]
         assert set(neighbours) == {lane.handle for lane in batch._running}
 
@@ -201,7 +201,7 @@ def test_features_of_a_text_that_ended_reach_no_other():
             known = list(md.stream(other, prompt, max_tokens=12, verify=4))
             assert [one.round.drafted for one in found[handle]] == [one.drafted for one in known]
             assert keys_of(batch._state, prompt) == keys_of(other.state, prompt)
-            assert handle.request.rows_reused >= reused
+            assert handle.reused_tokens >= reused
 
 
 def test_without_reuse_every_prompt_runs():

@@ -74,7 +74,7 @@ class Reply:
         prompt = self._first.prompt_tokens
         return {
             "prompt_tokens": prompt, "completion_tokens": self._tokens, "total_tokens": prompt + self._tokens,
-            "prompt_tokens_details": {"cached_tokens": self._first.request.rows_reused},
+            "prompt_tokens_details": {"cached_tokens": self._first.reused_tokens},
         }  # fmt: skip
 
     def whole(self, answers):

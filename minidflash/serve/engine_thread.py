@@ -134,7 +134,7 @@ class EngineThread:
         ticket.newest = now
         waited, gap = (now - ticket.since, None) if is_first else (None, now - before)
         if is_first:
-            self.meters.reuse(ticket.handle.request.rows_reused)
+            self.meters.reuse(ticket.handle.reused_tokens)
         self.meters.add(item.round, self.batch.engine.drafter is not None, waited, gap)
         ticket.items.put_nowait(item.round if item.error is None else Refusal.of(item.error))
 
