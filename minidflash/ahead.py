@@ -214,7 +214,8 @@ class Ahead:
 
     def _move(self, lane, slot):
         """A lane goes on in another slot, behind the rounds that are under way."""
-        set_aside(self.engine.ops, self.s, slot, self.free)
+        if lane.request.resumes:
+            set_aside(self.engine.ops, self.s, slot, self.free)
         copy_slot(self.engine.ops, self.s, lane.slot, slot, lane.start + self._coming(lane))
         prefixes = self.s.prefixes
         prefixes[slot], prefixes[lane.slot] = prefixes[lane.slot], Prefix()

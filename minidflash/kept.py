@@ -14,6 +14,8 @@ def bring(engine, s, request, slot, free):
     slot: no longer free. free: the others that are; a text that runs lends nothing, since it may break off.
     """
     _forget_waiting(engine.ops, s, slot)
+    if not request.resumes:
+        return
     counts = {one: s.prefixes[one].holds(engine, s, request) for one in (slot, *free)}
     best = max(counts, key=counts.get)
     best = best if counts[best] - counts[slot] >= LEAST else slot

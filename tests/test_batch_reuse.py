@@ -204,10 +204,17 @@ def test_features_of_a_text_that_ended_reach_no_other():
             assert handle.reused_tokens >= reused
 
 
-def test_without_reuse_every_prompt_runs():
+def test_without_reuse_every_prompt_runs_and_nothing_is_copied(monkeypatch):
     engine, prompt = engine_for("numba", "bf16", DENSE), some(30, 1)
+    monkeypatch.setattr(engine, "stop_ids", frozenset(range(0, 384, 9)))
+    monkeypatch.setattr(kept, "copy_rows", None)
     with md.Batch(engine, slots=2, ctx=CTX, reuse=False) as batch:
         assert [ask(batch, prompt, max_tokens=3)[1] for _ in range(2)] == [0, 0]
+        handles = [batch.submit(prompt, max_tokens=count) for count in (3, 40, 3)]
+        gather(batch, {})
+        assert [one.reused_tokens for one in handles] == [0, 0, 0]
+    moved = md.generate(engine, prompt, max_tokens=60, samples=5, temperature=1.5, verify=4, seed=1)
+    assert len({len(one["tokens"]) for one in moved.samples}) > 1, "and lanes moved"
     with pytest.raises(md.UserError, match="reuse is 3"):
         md.Batch(engine, reuse=3)
 
