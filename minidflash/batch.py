@@ -39,7 +39,7 @@ class Handle:
 
     @property
     def reused_tokens(self):
-        """How many of them did not run, since a slot kept them; 0 while it waits for a slot."""
+        """How many of them did not run, since a slot held them; 0 before it begins."""
         return self.request.rows_reused
 
 
@@ -78,8 +78,8 @@ class Batch:
                 print(one.handle, one.round.text)
 
     A text is what `generate` gives alone, whatever runs beside it. A request joins when a slot is free, in
-    the order of `submit`; between two rounds at most one chunk of prompts runs while others decode. Free
-    slots keep what they hold, and a prompt that begins alike runs only what is new (kept.py).
+    the order of `submit`; between two rounds at most one chunk of prompts runs while others decode. A prompt
+    that begins as another one, of a text that runs or ended, runs only what is new (kept.py).
     Iteration ends when nothing runs or waits, and may begin anew after a further `submit`. The engine is busy
     from the first step until then, or until `close`. One thread iterates; `submit` and `cancel` may be called
     from others. engine.is_interrupted ends all requests. So does an exception out of iteration.
@@ -97,7 +97,7 @@ class Batch:
     def __post_init__(self):
         """engine: of `load`. slots: texts at a time, 1 to 64. ctx: positions of a slot, prompt and new
         tokens; default what memory holds, at most the engine's. block, verify, drafter: as of `generate`.
-        reuse: a prompt that begins as a text before it did runs only what is new; False: every prompt runs.
+        reuse: False: every prompt runs whole.
         Errors: UserError for a bad value, a context that memory does not hold, and a busy engine.
         """
         engine = self.engine
@@ -204,8 +204,7 @@ class Batch:
                 continue
             slot = heappop(self._ahead.free)
             lane = Seat.of(self.engine, handle.request, slot, Schedule(self.block))
-            bring(self.engine, self._state, handle.request, slot, self._ahead.free)
-            lane.handle, lane.steps = handle, prompt_steps(self.engine, self._state, handle.request, slot)
+            lane.handle = handle
             self._joining.append(lane)
 
     def _leave(self):
@@ -233,7 +232,8 @@ class Batch:
     def _end_lane(self, lane):
         """A lane ends before its text does."""
         if lane in self._joining:
-            lane.steps.close()
+            if lane.steps is not None:
+                lane.steps.close()
             self._joining.remove(lane)
         self._ahead.leave(lane)
 
@@ -249,13 +249,22 @@ class Batch:
         chunk = room = self._state.chunk
         while self._joining:
             lane = self._joining[0]
+            if lane.steps is None:
+                self._begin(lane)
             room -= max(min(lane.rows_left, chunk), chunk // 2)
             if room < 0:
                 return
             self._run_chunk(lane)
 
+    def _begin(self, lane):
+        """A prompt is about to run: its slot gets what others hold of it by now."""
+        how = self.engine, self._state, lane.request, lane.slot
+        bring(*how, self._ahead.free)
+        lane.steps = prompt_steps(*how)
+
     def _run_chunk(self, lane):
-        """The next chunk of a prompt; behind the last one the request decodes."""
+        """The next chunk of a prompt; behind the last one the request decodes. Where that has no numbers but
+        rows were reused, all rows run: it may be theirs."""
         since = time.perf_counter()
         try:
             next(lane.steps)
@@ -263,6 +272,11 @@ class Batch:
             return
         except StopIteration as end:
             (first,) = end.value
+        if first[0] < 0 and lane.request.rows_reused:
+            self._state.prefixes[lane.slot].cut(0)
+            lane.steps = prompt_steps(self.engine, self._state, lane.request, lane.slot)
+            lane.seconds += time.perf_counter() - since
+            return
         self._joining.popleft()
         first_round(self.engine, self._state, lane, first, lane.seconds + time.perf_counter() - since)
         self._ahead.join(lane)

@@ -1,4 +1,4 @@
-"""What free slots keep of the texts that ended there: a text that begins alike gets these rows."""
+"""What slots hold of texts, of those that ended there too: one that begins alike gets these rows."""
 
 import numpy as np
 
@@ -8,22 +8,23 @@ LEAST = 16  # rows that a copy is worth: fewer are run as soon
 
 
 def bring(engine, s, request, slot, free):
-    """A slot gets what its new text can reuse, from the free one that keeps most of it. What the slot kept
-    itself moves into another free one, unless the new text goes on from its prompt.
+    """A slot gets what its new text can reuse, from the one that holds most of it. What the slot kept itself
+    moves into a free one, unless the new text goes on from its prompt.
 
-    slot: no longer free. free: the others that are; a text that runs lends nothing, since it may break off.
+    slot: whose text has not begun. free: slots of nobody.
     """
     _forget_waiting(engine.ops, s, slot)
     if not request.resumes:
         return
-    counts = {one: s.prefixes[one].holds(engine, s, request) for one in (slot, *free)}
-    best = max(counts, key=counts.get)
+    counts = [prefix.holds(engine, s, request) for prefix in s.prefixes]
+    best = max(range(s.slots), key=lambda one: counts[one])
     best = best if counts[best] - counts[slot] >= LEAST else slot
     if counts[slot] < s.prefixes[slot].prompt - 1:  # a prompt's last row always runs
         set_aside(engine.ops, s, slot, [one for one in free if one != best])
     if best != slot:
         _copy(engine.ops, s, best, slot, counts[best])
-        s.prefixes[best].used = 0  # two have it now
+        if best in free:
+            s.prefixes[best].used = 0  # two have it now
 
 
 def set_aside(ops, s, slot, free):

@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 
 import minidflash as md
+from minidflash import batch as batch_module
 from minidflash import kept
+from minidflash.loop import prompt_steps
 from minidflash.prefix import alike
 from tests.conftest import parameters
 from tests.models import engine_of, target_of
@@ -100,19 +102,35 @@ def test_a_text_that_moves_leaves_what_was_kept_there():
         assert ask(batch, again, max_tokens=4) == (alone(engine, again, max_tokens=4), 30)
 
 
-def test_who_runs_lends_nothing():
+@pytest.mark.parametrize("ops", parameters(["numba", "emulate", "cuda"], ["bf16"]), indirect=True)
+def test_those_that_run_share_a_prompt(ops):
+    """Asked for at the same time: the first one runs, the others get its rows."""
+    engine, stem = engine_for(ops.name, ops.activations, DENSE), some(24, 1)
+    prompts = [stem, [*stem, 7], [*stem, 9, 5], stem]
+    with md.Batch(engine, slots=4, ctx=CTX, verify=4) as batch:
+        handles, found = [batch.submit(one, max_tokens=4) for one in prompts], {}
+        gather(batch, found)
+    assert [one.reused_tokens for one in handles] == [0, 24, 24, 23]
+    for handle, prompt in zip(handles, prompts, strict=True):
+        assert answer(found[handle])[0] == alone(engine, prompt, max_tokens=4)
+
+
+def test_rows_that_hold_no_numbers_are_run_again():
+    """Whose text they are notices it only with its next round."""
     engine, prompt = engine_for("numba", "bf16", DENSE), some(30, 1)
     with md.Batch(engine, slots=3, ctx=CTX, verify=4) as batch:
         bad, found = batch.submit(prompt, max_tokens=40), {}
         gather(batch, found, rounds=2)
         poison(engine.ops, batch, 0)
-        beside = batch.submit(prompt, max_tokens=8)
+        beside = batch.submit([*prompt, 7], max_tokens=8)
         gather(batch, found)
         assert found[bad][-1].error is not None and beside.reused_tokens == 0
-        assert answer(found[beside])[0] == alone(engine, prompt, max_tokens=8)
+        assert answer(found[beside])[0] == alone(engine, [*prompt, 7], max_tokens=8)
 
 
-def test_who_broke_off_leaves_nothing():
+def test_who_broke_off_leaves_nothing(monkeypatch):
+    begun = []
+    monkeypatch.setattr(batch_module, "prompt_steps", lambda *how: begun.append(how) or prompt_steps(*how))
     engine, prompt = engine_for("numba", "bf16", DENSE), some(30, 1)
     with md.Batch(engine, slots=3, ctx=CTX, verify=4) as batch:
         bad, found = batch.submit(prompt, max_tokens=40), {}
@@ -120,7 +138,9 @@ def test_who_broke_off_leaves_nothing():
         poison(engine.ops, batch, 0)
         gather(batch, found)
         assert found[bad][-1].error is not None
+        begun.clear()
         assert ask(batch, prompt, max_tokens=8) == (alone(engine, prompt, max_tokens=8), 0)
+        assert len(begun) == 1, "not tried with its rows"
 
 
 def test_a_ring_that_lost_keys_is_not_reused():
