@@ -16,13 +16,16 @@ def bring(engine, s, request, slot, free):
     _forget_waiting(engine.ops, s, slot)
     if not request.resumes:
         return
-    counts = [prefix.holds(engine, s, request) for prefix in s.prefixes]
-    best = max(range(s.slots), key=lambda one: counts[one])
-    best = best if counts[best] - counts[slot] >= LEAST else slot
-    if counts[slot] < s.prefixes[slot].prompt - 1:  # a prompt's last row always runs
+    own, best = s.prefixes[slot].holds(engine, s, request), slot
+    rows = own + LEAST - 1
+    for one, prefix in enumerate(s.prefixes):
+        has_more = prefix.ids[rows : rows + 1] == request.ids[rows : rows + 1]  # may have: seen at once
+        if has_more and (found := prefix.holds(engine, s, request)) > rows:
+            best, rows = one, found
+    if own < s.prefixes[slot].prompt - 1:  # a prompt's last row always runs
         set_aside(engine.ops, s, slot, [one for one in free if one != best])
     if best != slot:
-        _copy(engine.ops, s, best, slot, counts[best])
+        _copy(engine.ops, s, best, slot, rows)
         if best in free:
             s.prefixes[best].used = 0  # two have it now
 
