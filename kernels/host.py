@@ -23,10 +23,17 @@ class HostBackend:
         self.activations = activations
 
     def array(self, shape, kind):
-        """A zeroed buffer. kind: "A", "f32" or "i32"."""
-        return aligned_zeros(
+        """A zeroed buffer. kind: "A", "f32" or "i32".
+
+        The system gives memory when it is written first. Scratch, which is f32, is taken at once: a process
+        must not grow when a wider round runs for the first time, hours later. Caches grow with texts.
+        """
+        found = aligned_zeros(
             shape, storage(self.activations) if kind == "A" else {"f32": "f4", "i32": "i4"}[kind]
         )
+        if kind == "f32":
+            found.fill(0)
+        return found
 
     def upload(self, buffer, values):
         """Copy host values into a buffer of ours."""

@@ -1,6 +1,7 @@
 """Which backend `auto` takes, what the emulate backend's options do,
 and that nothing of CUDA loads unasked."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ from minidflash import kernels
 from minidflash.errors import UserError
 from tests.cases import Make, put
 from tests.conftest import open_or_skip
+
+STATM = Path("/proc/self/statm")
 
 
 def test_auto_takes_the_gpu_where_it_answers(monkeypatch):
@@ -120,3 +123,19 @@ def test_memory_that_does_not_suffice_names_the_context_that_fits():
         check_fit(On(1500), 512, total)
     assert "smaller model" in caught.value.hint
     check_fit(ops, 4096, lambda ctx: 10**15)  # the host is not asked
+
+
+@pytest.mark.skipif(not STATM.exists(), reason="tells memory on Linux alone")
+@pytest.mark.parametrize("kind, is_taken", [("f32", True), ("A", False)])
+def test_scratch_is_taken_at_once_and_caches_as_they_fill(kind, is_taken):
+    """So a server does not grow when a wider round runs first, hours after its start."""
+    ops, size = open_or_skip("numba", "f32"), 64 << 20
+    before = resident()
+    held = ops.array((size // 4,), kind)
+    assert held.nbytes == size
+    assert (resident() - before > size // 2) is is_taken
+
+
+def resident():
+    """Bytes of this process in memory."""
+    return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
