@@ -111,8 +111,12 @@ class Ahead:
             self.lanes.remove(lane)
         self._vacate(lane.slot)
 
-    def _vacate(self, slot):
+    def pass_over(self, slot):
+        """Rounds have no row of a slot until a text settles there."""
         self.engine.ops.upload(self.s.done[slot : slot + 1], np.full(1, STOPPED, np.int32))
+
+    def _vacate(self, slot):
+        self.pass_over(slot)
         heappush(self.free, slot)
 
     def _tell(self, lane, slot, one, read, cost, found):

@@ -273,6 +273,7 @@ class Batch:
         except StopIteration as end:
             (first,) = end.value
         if first[0] < 0 and lane.request.rows_reused:
+            self._ahead.pass_over(lane.slot)
             self._state.prefixes[lane.slot].cut(0)
             lane.steps = prompt_steps(self.engine, self._state, lane.request, lane.slot)
             lane.seconds += time.perf_counter() - since

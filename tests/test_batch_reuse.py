@@ -3,6 +3,7 @@ what it gets alone."""
 
 import numpy as np
 import pytest
+from minidflash.kernels.record import STOPPED
 
 import minidflash as md
 from minidflash import batch as batch_module
@@ -115,9 +116,15 @@ def test_those_that_run_share_a_prompt(ops):
         assert answer(found[handle])[0] == alone(engine, prompt, max_tokens=4)
 
 
-def test_rows_that_hold_no_numbers_are_run_again():
-    """Whose text they are notices it only with its next round."""
-    engine, prompt = engine_for("numba", "bf16", DENSE), some(30, 1)
+def test_rows_that_hold_no_numbers_are_run_again(monkeypatch):
+    """Whose text they are notices it only with its next round; rounds pass the slot over meanwhile."""
+    engine, prompt, passed = engine_for("numba", "bf16", DENSE), some(30, 1), []
+
+    def steps(engine, s, request, slot):
+        passed.append(s.done[slot] == STOPPED)
+        return prompt_steps(engine, s, request, slot)
+
+    monkeypatch.setattr(batch_module, "prompt_steps", steps)
     with md.Batch(engine, slots=3, ctx=CTX, verify=4) as batch:
         bad, found = batch.submit(prompt, max_tokens=40), {}
         gather(batch, found, rounds=2)
@@ -125,6 +132,7 @@ def test_rows_that_hold_no_numbers_are_run_again():
         beside = batch.submit([*prompt, 7], max_tokens=8)
         gather(batch, found)
         assert found[bad][-1].error is not None and beside.reused_tokens == 0
+        assert passed == [True] * 3
         assert answer(found[beside])[0] == alone(engine, [*prompt, 7], max_tokens=8)
 
 
