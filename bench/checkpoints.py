@@ -21,7 +21,9 @@ it, so pin one (`--revision`, `--drafter-revision`). Drafts are z-lab's where no
 
 *Runs*: the target's family and the drafter's form are tested against reference outputs, in the cases named.
 The published weights were not at hand: `minidflash info --target T --drafter D` tells of the files what this
-page cannot.
+page cannot. Listings of their headers were, of Llama-3.1-8B-Instruct, Qwen3-8B, Qwen3-8B-FP8,
+Qwen3-Coder-30B-A3B, Qwen3-30B-A3B-FP8, gpt-oss-20b, gemma-4-31B and the drafter Qwen3-8B-DFlash-b16: a test
+reads every name, shape and dtype in them (tests/published_tensors.py).
 """
 COLUMNS = [
     "draft", "minidflash", "layers, width, ffn", "heads", "sees", "block", "taps (of layers)", "mask id",

@@ -11,7 +11,7 @@ from minidflash.weights import drafter_names, names, open_checkpoint
 from minidflash import costs, fit
 from minidflash.config import read_drafter, read_target
 from minidflash.pair import open_pair
-from tests.published import PAIRS
+from tests.published import PAIRS, checkpoints
 from tests.published_tensors import DRAFTERS, LISTINGS
 
 # Parameters of target and drafter, and bytes of the target's weights: models.md 9, dflash.md 2.2.
@@ -93,6 +93,12 @@ def test_a_target_without_weights_is_for_info_alone(mdf, folders):
     target, drafter = folders("gpt-oss-20b")
     code, out, err = mdf("generate", "--tokens", "9", "--target", target, "--drafter", drafter)
     assert (code, out) == (2, "") and "no weights found" in err
+
+
+def test_the_page_names_the_headers_that_are_read():
+    text = checkpoints.PAGE.read_text(encoding="utf-8").partition("were, of ")[2].partition(": a test")[0]
+    named = text.replace("\n", " ").replace(" and the drafter ", ", ").split(", ")
+    assert named == [*LISTINGS, *DRAFTERS]
 
 
 READ = {  # role -> config of the files, tensors bound, tensors foretold
