@@ -14,7 +14,6 @@ from minidflash.kernels.record import STOPPED, Record
 from . import target
 from .invariants import check
 from .kept import set_aside
-from .prefix import Prefix
 from .state import copy_slot, device_ids
 from .stats import Detail, Round
 
@@ -221,8 +220,7 @@ class Ahead:
         if lane.request.resumes:
             set_aside(self.engine.ops, self.s, slot, self.free)
         copy_slot(self.engine.ops, self.s, lane.slot, slot, lane.start + self._coming(lane))
-        prefixes = self.s.prefixes
-        prefixes[slot], prefixes[lane.slot] = prefixes[lane.slot], Prefix()
+        self.s.prefixes[lane.slot].cut(0)
         self._vacate(lane.slot)
         lane.slot = slot
 

@@ -25,7 +25,7 @@ def bring(engine, s, request, slot, free):
     if own < s.prefixes[slot].prompt - 1:  # a prompt's last row always runs
         set_aside(engine.ops, s, slot, [one for one in free if one != best])
     if best != slot:
-        _copy(engine.ops, s, best, slot, rows)
+        copy_rows(engine.ops, s, best, slot, rows)
         if best in free:
             s.prefixes[best].used = 0  # two have it now
 
@@ -36,14 +36,8 @@ def set_aside(ops, s, slot, free):
     oldest = min(free, key=lambda one: len(prefixes[one].ids) >= LEAST and prefixes[one].used, default=slot)
     is_older = len(prefixes[oldest].ids) < LEAST or prefixes[oldest].used < kept.used
     if len(kept.ids) >= LEAST and oldest != slot and is_older:
-        _copy(ops, s, slot, oldest, len(kept.ids))
-
-
-def _copy(ops, s, source, slot, rows):
-    s.prefixes[slot].cut(0)  # whatever happens meanwhile
-    _forget_waiting(ops, s, slot)
-    copy_rows(ops, s, source, slot, rows)
-    s.prefixes[slot] = s.prefixes[source].copy(rows)
+        _forget_waiting(ops, s, oldest)
+        copy_rows(ops, s, slot, oldest, len(kept.ids))
 
 
 def _forget_waiting(ops, s, slot):

@@ -215,7 +215,6 @@ def side_by_side(engine, s, request, timing, number, firsts):
     ]
     for lane in lanes[1:]:
         copy_slot(engine.ops, s, 0, lane.slot, len(request.ids))
-        s.prefixes[lane.slot] = s.prefixes[0].copy(len(request.ids))
     with Ahead(engine, s, list(range(len(lanes), s.slots)), shared) as ahead:
         for lane in lanes:
             seconds = 0.0 if lane.number else timing.prefill_s

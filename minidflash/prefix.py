@@ -1,6 +1,6 @@
 """What the caches of a slot hold of a text, so that a prompt which begins alike runs only what is new."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 BEGUN = count(1)  # texts
@@ -93,8 +93,9 @@ class Prefix:
 
     def copy(self, count):
         """What another slot holds that got the first `count` rows of this one's caches."""
-        injected = min(self.injected, count)
-        return Prefix(self.ids[:count], -1, injected, 0, self.top, self.prompt, self.used)
+        found = replace(self, ids=self.ids[:count])
+        found.cut(count)
+        return found
 
 
 def alike(ids, others, most):

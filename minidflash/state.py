@@ -325,10 +325,13 @@ def copy_slot(ops, s, source, slot, rows):
 
 
 def copy_rows(ops, s, source, slot, rows):
-    """The caches of a slot get the first `rows` positions of another one's. A ring has fewer: all of them."""
+    """The caches of a slot get the first `rows` positions of another one's, and its prefix tells so. A ring
+    has fewer: all of them."""
+    s.prefixes[slot].cut(0)  # whatever happens meanwhile
     for cache in (*s.caches, *s.drafter_caches):
         for part in (cache.k, cache.v):
             ops.copy(part[source, :, :rows], part[slot, :, :rows])
+    s.prefixes[slot] = s.prefixes[source].copy(rows)
 
 
 def device_ids(ops, values):

@@ -125,7 +125,7 @@ def test_memory_that_does_not_suffice_names_the_context_that_fits():
     check_fit(ops, 4096, lambda ctx: 10**15)  # the host is not asked
 
 
-@pytest.mark.skipif(not STATM.exists(), reason="tells memory on Linux alone")
+@pytest.mark.skipif(not STATM.exists(), reason="needs /proc/self/statm, which Linux alone has")
 @pytest.mark.parametrize("kind, is_taken", [("f32", True), ("A", False)])
 def test_scratch_is_taken_at_once_and_caches_as_they_fill(kind, is_taken):
     """So a server does not grow when a wider round runs first, hours after its start."""

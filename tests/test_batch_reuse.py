@@ -1,5 +1,5 @@
-"""A batch's free slots keep their texts: a prompt that begins alike runs only what is new, and its text is
-what it gets alone."""
+"""Slots of a batch lend their rows: a prompt that begins alike runs only what is new, and its text is what it
+gets alone."""
 
 import numpy as np
 import pytest
@@ -31,17 +31,19 @@ def ask(batch, prompt, **options):
     """A request run to its end with nobody beside it. Returns (tokens, rows reused)."""
     handle, found = batch.submit(prompt, **options), {}
     gather(batch, found)
-    request = handle.request
-    assert request.rows_reused + request.rows_run == len(prompt)
-    return answer(found[handle])[0], request.rows_reused
+    assert handle.reused_tokens + handle.request.rows_run == len(prompt)
+    return answer(found[handle])[0], handle.reused_tokens
+
+
+def second(engine, pair=DENSE):
+    """Another engine of the pair: one that generates gives up what a batch keeps."""
+    return engine_of(
+        target_of(pair), pair, engine.ops.name, engine.ops.activations, ctx=384, prefill_chunk=16
+    )
 
 
 def alone(engine, prompt, pair=DENSE, **options):
-    """Of another engine: one that generates gives up what a batch keeps."""
-    other = engine_of(
-        target_of(pair), pair, engine.ops.name, engine.ops.activations, ctx=384, prefill_chunk=16
-    )
-    return md.generate(other, prompt, verify=4, **options).tokens
+    return md.generate(second(engine, pair), prompt, verify=4, **options).tokens
 
 
 @pytest.mark.parametrize("ops", parameters(["numba", "emulate", "cuda"], ["bf16"]), indirect=True)
@@ -185,7 +187,7 @@ def test_texts_that_reuse_rows_draft_alike(beside):
     """Rows whose features wait for the drafter are not reused, wherever they lie now; nor do rounds of others
     inject them into rows of the next text."""
     engine, prompts = engine_for("numba", "bf16", DENSE), [some(n, n) for n in (60, 20, 30)]
-    other = engine_of(target_of(DENSE), DENSE, "numba", "bf16", ctx=384, prefill_chunk=16)
+    other = second(engine)
     with md.Batch(engine, slots=6, ctx=256, verify=4) as batch:
         neighbours = [batch.submit(some(9, 9), max_tokens=240, ignore_eos=True)] if beside else []
         for turn in range(3):
@@ -207,8 +209,7 @@ def test_texts_that_reuse_rows_draft_alike(beside):
 def test_features_of_a_text_that_ended_reach_no_other():
     """Rounds of neighbours inject what waits: not into the next prompt, nor into rows that were set aside."""
     engine, texts = engine_for("numba", "bf16", DENSE), [some(8, seed) for seed in range(6)]
-    other = engine_of(target_of(DENSE), DENSE, "numba", "bf16", ctx=384, prefill_chunk=16)
-    found = {}
+    other, found = second(engine), {}
 
     def run(batch, handle, is_enough):
         while not is_enough([one.round for one in found.get(handle, [])]):
