@@ -90,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             Sums out = {};
             float m[2] = {NO_KEY, NO_KEY}, l[2] = {};
             int count[2];  // pieces of the two rows; 0: not of this pass
-            for (int e = 0; e < 2; ++e) count[e] = set.pieces_of(rows, place.own, first_row + 8 * e);
+            for (int e = 0; e < SIDES; ++e) count[e] = set.pieces_of(rows, place.own, first_row + 8 * e);
             for (int leaf = set.leaf_first; leaf < leaf_end; ++leaf) {
                 const int key0 = leaf * LEAF;
                 const bool masks = set.only >= 0 || key0 < set.shared_low || key0 + LEAF > set.shared_high;
@@ -114,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                 values(out, s, terms);
                 if (is_last)
 #pragma unroll
-                    for (int e = 0; e < 2; ++e) {
+                    for (int e = 0; e < SIDES; ++e) {
                         l[e] = __fadd_rn(l[e], __shfl_xor_sync(FULL_WARP, l[e], 1));
                         l[e] = __fadd_rn(l[e], __shfl_xor_sync(FULL_WARP, l[e], 2));
                         if (count[e] > 1 && set.only < 0 && lane % 4 == 0 && (TEAMS == 1 || warp < 4))
@@ -123,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                     }
                 auto keep = [&](int half) {  // while the other half is under way
 #pragma unroll
-                    for (int e = 0; e < 2; ++e) {
+                    for (int e = 0; e < SIDES; ++e) {
                         const int tile_row = made_again(first_row + 8 * e);
                         const int d = 64 * (first_half() + half) + 2 * (lane % 4);
                         if (!is_last || !count[e]) continue;

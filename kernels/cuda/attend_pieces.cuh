@@ -102,7 +102,7 @@ __device__ __forceinline__ void scores_done(float (&s)[KEY_TILES][4]) {
 __device__ __forceinline__ void mask(float (&s)[KEY_TILES][4], const Set& set, const Row* rows, int key0) {
     const int lane = thread_again() % 32, first = key0 + 2 * (lane % 4);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int half = 0; half < SIDES; ++half) {
         const Row* row = set.row_of(rows, team_warp() * 16 + 8 * half + lane / 4);
         const int2 range = row ? make_int2(row->first - first, row->last - first) : make_int2(0, 0);
 #pragma unroll
@@ -119,7 +119,7 @@ typedef float Sums[HALVES][8][4];  // tiles of 8 components
 __device__ __forceinline__ bool are_spoilt(const Sums& sums, const Set& set, const Row* rows, int first_row) {
     bool is_suspect = false;
 #pragma unroll
-    for (int e = 0; e < 2; ++e) {
+    for (int e = 0; e < SIDES; ++e) {
         float zero = 0.f;
 #pragma unroll
         for (int n = 0; n < 8 * HALVES; ++n)
@@ -144,7 +144,7 @@ __device__ __forceinline__ void clear(const Row* rows, const Place& place, int g
 __device__ __forceinline__ void soften(float (&s)[KEY_TILES][4], Sums& o, float (&m)[2], float (&l)[2],
                                        float c) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int half = 0; half < SIDES; ++half) {
         float top = s[0][2 * half];
 #pragma unroll
         for (int n = 0; n < KEY_TILES; ++n) top = fmaxf(top, fmaxf(s[n][2 * half], s[n][2 * half + 1]));
@@ -173,9 +173,9 @@ __device__ __forceinline__ void soften(float (&s)[KEY_TILES][4], Sums& o, float 
 
 /* The A operands of two tiles of p: two bf16 terms keep 16 bits of a probability. */
 __device__ __forceinline__ void terms_of(const float (&p)[KEY_TILES][4], int step, uint4 (&terms)[2]) {
-    u32 high[4], low[4];
+    u32 high[4] = {}, low[4] = {};
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
+    for (int j = 0; j < 4; j += 3 - SIDES) {
         float x = p[2 * step + j / 2][2 * (j % 2)], y = p[2 * step + j / 2][2 * (j % 2) + 1];
         high[j] = pack_bf16(x, y);
         low[j] = pack_bf16(__fsub_rn(x, low_f32(high[j])), __fsub_rn(y, high_f32(high[j])));

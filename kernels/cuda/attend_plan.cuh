@@ -20,6 +20,9 @@
 #ifndef SINKS  // 1: every query head has one
 #define SINKS 0
 #endif
+#ifndef SIDES  // 1: a group has at most 8 tile rows, so no warp has a second 8
+#define SIDES 2
+#endif
 #ifndef GROUP  // rows a group has at most
 #define GROUP 16
 #endif

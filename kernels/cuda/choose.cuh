@@ -22,30 +22,44 @@ struct Choice {
 __device__ __forceinline__ Choice choose(const float* logits, int E, int U) {
     constexpr int LEAST = -0x7fffffff - 1, MOST = 0x7fffffff;
     const int lane = lane_index();
-    int taken = MOST, taken_id = -1;  // of this lane's, the last one
-    int kept[KEPT_KEYS];              // this lane's first ones, LEAST once taken
+    int taken = MOST, taken_id = -1;      // of this lane's others, the last one
+    int kept[KEPT_KEYS], ids[KEPT_KEYS];  // this lane's first ones, the largest left in front
 #pragma unroll
-    for (int i = 0; i < KEPT_KEYS; ++i) kept[i] = lane + 32 * i < E ? key_of(logits[lane + 32 * i]) : LEAST;
+    for (int i = 0; i < KEPT_KEYS; ++i)
+        ids[i] = lane + 32 * i, kept[i] = ids[i] < E ? key_of(logits[ids[i]]) : LEAST;
+#pragma unroll
+    for (int end = KEPT_KEYS - 1; end > 0; --end)
+#pragma unroll
+        for (int i = 0; i < end; ++i) {
+            if (kept[i] >= kept[i + 1]) continue;
+            const int key = kept[i], id = ids[i];
+            kept[i] = kept[i + 1], ids[i] = ids[i + 1], kept[i + 1] = key, ids[i + 1] = id;
+        }
     Choice mine{-1, 0.f, 0.f};
-    int key, id;
     for (int k = 0; k < U; ++k) {
-        key = LEAST, id = MOST;
-#pragma unroll
-        for (int i = 0; i < KEPT_KEYS; ++i)
-            if (kept[i] > key) key = kept[i], id = lane + 32 * i;
+        int key = kept[0], id = ids[0];
         for (int e = lane + 32 * KEPT_KEYS; e < E; e += 32) {
             const int other = key_of(logits[e]);
             const bool is_left = other < taken || (other == taken && e > taken_id);
             if (is_left && other > key) key = other, id = e;
         }
         const int top = __reduce_max_sync(FULL_WARP, key);
-        const int who = __reduce_min_sync(FULL_WARP, key == top ? id : MOST);
+        u32 having = __ballot_sync(FULL_WARP, key == top);
+        if (having & (having - 1)) {
+            const int least = __reduce_min_sync(FULL_WARP, key == top ? id : MOST);
+            having = __ballot_sync(FULL_WARP, key == top && id == least);
+        }
+        const int from = __ffs(having) - 1, who = __shfl_sync(FULL_WARP, id, from);
         if (k == 0) mine.largest = value_of(top);
         if (lane == k) mine.id = who, mine.logit = value_of(top);
+        if (lane != from) continue;
+        if (id == ids[0]) {
 #pragma unroll
-        for (int i = 0; i < KEPT_KEYS; ++i)
-            if (who == lane + 32 * i) kept[i] = LEAST;
-        if (who == id && id >= 32 * KEPT_KEYS) taken = key, taken_id = id;
+            for (int i = 0; i + 1 < KEPT_KEYS; ++i) kept[i] = kept[i + 1], ids[i] = ids[i + 1];
+            kept[KEPT_KEYS - 1] = LEAST;
+        } else {
+            taken = key, taken_id = id;
+        }
     }
     return mine;
 }

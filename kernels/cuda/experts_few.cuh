@@ -125,42 +125,52 @@ __device__ __forceinline__ void bring_few(const bf16* from, int cols, unsigned c
     cp_async_commit();
 }
 
-/* All pieces of the block, by a multiplying warp. */
+/* All pieces of the block, by a multiplying warp. Where a ring is a whole number of pieces, so many are worked
+ * on in turn that each finds its slots at constant addresses. */
 __device__ __forceinline__ void multiply_few(int pieces, int cols, const FewPlaces& places, Ring& ring,
                                              Barriers& barriers) {
     constexpr int TOKEN_UNIT = UNIT_CHUNKS * TOKEN_ROWS * 64;  // bytes
-    const int lane = lane_index();
-    const bool is_row = lane / 4 < TOKEN_ROWS;
+    constexpr int TOGETHER = SLOTS % PARTS ? 1 : SLOTS / PARTS;
+    // Lanes of rows that are not there read the last one's: their sums are nobody's.
+    const int lane = lane_index(), row = min(lane / 4, TOKEN_ROWS - 1);
     const unsigned char *weights = places.ring + warp_index() * UNIT_SIZE + 16 * lane,
-                        *tokens = places.tokens + warp_index() * TOKEN_UNIT + 16 * lane;
+                        *tokens = places.tokens + warp_index() * TOKEN_UNIT + 64 * row + 16 * (lane % 4);
+    float2* const sums = places.sums + warp_index() * UNITS * 32 + lane;
     Turn turn{0, 0};
-    float acc[TOKEN_TILES][4] = {};
-    for (int piece = 0; piece < pieces; ++piece) {
+    for (int first = 0; first < pieces; first += TOGETHER)
 #pragma unroll
-        for (int part = 0; part < PARTS; ++part) {
-            const unsigned char* from = weights + turn.slot * SLOT_BYTES;
-            mbarrier_wait(&ring.loaded[turn.slot], turn.parity);
-            Unit a[SLOT_UNITS];
+        for (int piece = first; piece < first + TOGETHER; ++piece) {
+            if (TOGETHER > 1 && piece == first) turn.slot = 0;  // it is, and here it is known
+            if (piece >= pieces) break;
+            float acc[TOKEN_TILES][4] = {};
 #pragma unroll
-            for (int i = 0; i < SLOT_UNITS; ++i)
-                if (const int u = part * SLOT_UNITS + i; u < CHUNKS && has_unit(u, cols))
-                    a[i].read(from + i * WARPS * UNIT_SIZE);
+            for (int part = 0; part < PARTS; ++part) {
+                const unsigned char* from = weights + turn.slot * SLOT_BYTES;
+                mbarrier_wait(&ring.loaded[turn.slot], turn.parity);
+                Unit a[SLOT_UNITS];
 #pragma unroll
-            for (int i = 0; i < SLOT_UNITS; ++i)
-                if (const int u = part * SLOT_UNITS + i; u < CHUNKS && has_unit(u, cols))
-                    multiply(acc, a[i], 8, [&](int chunk, int) {
-                        uint4 b{};
-                        if (is_row)
-                            b = *(const uint4*)(tokens + u * WARPS * TOKEN_UNIT +
-                                                chunk * TOKEN_UNIT / UNIT_CHUNKS);
-                        return b;
-                    });
-            __syncwarp();
-            if (lane == 0) mbarrier_arrive(&ring.freed[turn.slot]);
-            turn.next();
+                for (int i = 0; i < SLOT_UNITS; ++i)
+                    if (const int u = part * SLOT_UNITS + i; u < CHUNKS && has_unit(u, cols))
+                        a[i].read(from + i * WARPS * UNIT_SIZE);
+#pragma unroll
+                for (int i = 0; i < SLOT_UNITS; ++i)
+                    if (const int u = part * SLOT_UNITS + i; u < CHUNKS && has_unit(u, cols))
+                        multiply(acc, a[i], 8, [&](int chunk, int) {
+                            return *(const uint4*)(tokens + u * WARPS * TOKEN_UNIT +
+                                                   chunk * TOKEN_UNIT / UNIT_CHUNKS);
+                        });
+                __syncwarp();
+                if (lane == 0) mbarrier_arrive(&ring.freed[turn.slot]);
+                turn.next();
+            }
+            const int set = piece % SUM_SETS;
+            float2* const to = sums + set * WARPS * UNITS * 32;
+            mbarrier_wait(&barriers.empty[set], (piece / SUM_SETS & 1) ^ 1);
+            to[0] = make_float2(acc[0][0], acc[0][2]);
+            if (TOKEN_ROWS > 1) to[32] = make_float2(acc[0][1], acc[0][3]);
+            __syncwarp();  // lanes may have parted in the wait
+            mbarrier_arrive(&barriers.full[piece % FULL_BARRIERS]);
         }
-        give_sums(acc, piece, 8, places.sums, barriers);
-    }
 }
 
 /* A number of the warps' sums, in their order: of float or float2. */

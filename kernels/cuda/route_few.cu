@@ -18,6 +18,36 @@ constexpr int SUMS = WARPS * 2 * EIGHTS * 32;  // float2; before, the rows' squa
 constexpr int MEETING = SUMS > ROWS* ROUTE_THREADS / 2 ? SUMS : ROWS * ROUTE_THREADS / 2;
 static_assert(WARPS == PARTS && ROWS <= WARPS, "a warp a part of a row, and a warp a row");
 
+/* A pair as a word, in the order of experts, then of pairs: those of no expert are last. */
+constexpr int PAIR_BITS = 9;  // 16 rows of 32 experts
+constexpr u32 NO_PAIR = 0xffffffff;
+__device__ __forceinline__ u32 pair_word(int expert, int pair) {
+    return (expert < 0 ? NO_PAIR : (u32)expert) << PAIR_BITS | pair;
+}
+
+/* Where the group of each expert begins, and the pairs in their order: what lies before is counted. By the
+ * block, its last warps first: the others have shares to make. pairs: multiples of 4 may be read, NO_PAIR. */
+__device__ __forceinline__ void group(const u32* pairs, int count, int* first, int* order, int* touched,
+                                      int E) {
+    for (int base = 32 * (WARPS - 1 - warp_index()); base <= E + count; base += ROUTE_THREADS) {
+        const int i = base + lane_index(), pair = i - E - 1;
+        const u32 own = pair < 0 ? (u32)i << PAIR_BITS : pair < count ? pairs[pair] : NO_PAIR;
+        int before = 0, upto = 0;  // words below this one, and below the next expert's
+        for (int at = 0; at < count; at += 4) {
+            const uint4 four = *(const uint4*)(pairs + at);
+            const u32 next = own + (1 << PAIR_BITS);
+            before += (four.x < own) + (four.y < own) + (four.z < own) + (four.w < own);
+            upto += (four.x < next) + (four.y < next) + (four.z < next) + (four.w < next);
+        }
+        const u32 active = __ballot_sync(FULL_WARP, i < E && upto > before);
+        if (active && lane_index() == 0) atomicAdd(touched, __popc(active));
+        if (pair < 0)
+            first[i] = before;
+        else if (pair < count)
+            order[before] = own >> PAIR_BITS < (u32)E ? pair : -1;
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(ROUTE_THREADS, U_NORM ? 2 : 3)
     route_few(const u16* w, const bf16* x, const float* norm, const float* u_norm, const float* bias,
               const float* expert_scale, const int* pos, bf16* u, int* expert, float* share, int* first,
@@ -30,10 +60,7 @@ extern "C" __global__ void __launch_bounds__(ROUTE_THREADS, U_NORM ? 2 : 3)
     float* squares = (float*)sums;                                               // [ROWS][WARPS][32], before
     float* scales = (float*)(sums + MEETING);  // [16]: of a row, below 0 where it is inactive
     float* logits = scales + 16;               // [ROWS][16 * tiles]
-    Groups groups;
-    groups.rows_of = (u32*)(logits + ROWS * 16 * tiles);
-    groups.starts = (int*)(groups.rows_of + 16 * tiles);
-    groups.chosen = groups.starts + 16 * tiles + 16;
+    u32* pairs = (u32*)(logits + ROWS * 16 * tiles);  // [ROWS * 32]: pair_word()
     if (threadIdx.x == 0) {
         mbarrier_init(&loaded, 1), mbarrier_init(&arrived, 1);
         mbarrier_fence_init();
@@ -51,12 +78,13 @@ extern "C" __global__ void __launch_bounds__(ROUTE_THREADS, U_NORM ? 2 : 3)
     }
     const int of_row = threadIdx.x / 16, of_expert = 16 * rank + threadIdx.x % 16;  // what a thread sends
     const float add = bias && of_expert < E ? bias[of_expert] : 0.f;
-    for (int e = threadIdx.x; e < 16 * tiles; e += ROUTE_THREADS) groups.rows_of[e] = 0;
+    if (threadIdx.x < ROWS * 32) pairs[threadIdx.x] = NO_PAIR;
     griddep_launch();
     __syncthreads();
     cluster_arrive_relaxed();
     cluster_wait();  // the first block's barrier is there
     griddep_wait();
+    const int position = warp_index() < ROWS ? pos[warp_index()] : -1;
     auto piece = [&](int row) { return (uint4*)(tokens + (k / 32 * ROWS + row) * 64 + k % 32 * 2); };
     constexpr int AT_ONCE = ROWS < 4 ? ROWS : 4;
 #pragma unroll(1)
@@ -83,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(ROUTE_THREADS, U_NORM ? 2 : 3)
 #pragma unroll
         for (int part = 0; part < PARTS; ++part) parts[part] = squares[(row * PARTS + part) * 32 + lane];
         const float r = rsqrtf(warp_sum(folded(parts)) / cols + eps);
-        if (lane == 0) scales[row] = pos[row] < 0 ? -1.f : r;
+        if (lane == 0) scales[row] = position < 0 ? -1.f : r;
     }
     __syncthreads();
 #pragma unroll(ROWS < 2 ? 1 : 2)
@@ -139,9 +167,18 @@ extern "C" __global__ void __launch_bounds__(ROUTE_THREADS, U_NORM ? 2 : 3)
             store_async(cluster_address(to, 0), four, cluster_address(&arrived, 0));
     }
     if (rank > 0) return;
-    const int position[1] = {warp_index() < ROWS ? pos[warp_index()] : -1};
     mbarrier_wait_cluster(&arrived, 0);
     __syncwarp();
-    const Routed routed{expert, share, first, order, touched, expert_scale};
-    choose_and_group(groups, logits, 16 * tiles, position, 0, ROWS, E, U, normalise, routed);
+    const int row = warp_index();
+    const float* own_logits = logits + row * 16 * tiles;
+    Choice choice{-1, 0.f, 0.f};
+    if (position >= 0) choice = choose(own_logits, E, U);
+    if (row < ROWS && lane < U) pairs[row * U + lane] = pair_word(choice.id, row * U + lane);
+    __syncthreads();
+    if (row < ROWS) {
+        float part = position < 0 ? 0.f : share_of(choice, own_logits, E, U, normalise);
+        if (EXPERT_SCALE && lane < U && choice.id >= 0) part *= expert_scale[choice.id];
+        if (lane < U) expert[row * U + lane] = choice.id, share[row * U + lane] = part;
+    }
+    group(pairs, ROWS * U, first, order, touched, E);
 }

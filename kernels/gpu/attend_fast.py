@@ -63,6 +63,8 @@ class Shape:
         self.defines |= {"SINKS": 1} if has_sinks else {}
         if wgmma:
             self.defines["WGMMA"] = 1
+        # Of attend_fast alone: attend_whole would spill.
+        self.own_defines = self.defines | ({"SIDES": 1} if self.group * self.ratio <= 8 else {})
 
     def most_splits(self, sms):
         """Two blocks a multiprocessor, with one for a window, which may begin within a unit. Large heads:
@@ -120,7 +122,7 @@ def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, 
     shape = Shape(rows, heads, groups, size, slots, backend.sms, bool(window), sinks is not None, **how)
     held = 0  # blocks that may wait for each other
     if waits and shape.splits:
-        function = backend.device.function("attend_fast.cu", "attend_fast", shape.defines)
+        function = backend.device.function("attend_fast.cu", "attend_fast", shape.own_defines)
         held = backend.device.holds(function, threads_of(size), shape.shared)
     whole = shape.is_whole(rows, held) if whole is None else whole
     # A block that cuts nothing needs no workspace.
@@ -149,7 +151,7 @@ def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, 
             continue
         sizes += [shape.units, grid[2] > 1 and math.prod(grid) <= held, bool(early)]
         backend.launch(
-            "attend_fast.cu", "attend_fast", grid, *block, [*args, work, *sizes], shape.defines,
+            "attend_fast.cu", "attend_fast", grid, *block, [*args, work, *sizes], shape.own_defines,
             dependent=backend.dependent, early=early,
         )  # fmt: skip
     return True

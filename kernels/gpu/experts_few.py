@@ -70,9 +70,9 @@ def route(backend, x, norm, u_norm, eps, w, bias, normalise, expert_scale, pos, 
     (rows, cols), used, tiles = x.shape, expert.shape[1], -(-w.rows // experts.TILE)
     is_few = rows <= MOST_ROUTED and 1 < tiles <= experts.ROUTE_BLOCKS
     chunks, padded = -(-cols // CHUNK), experts.TILE * tiles
-    groups = 4 * (2 * padded + 16 + 32 * experts.ROUTE_ROWS)
+    pairs = 4 * 32 * rows
     meeting = experts.ROUTE_WARPS * max(512 * -(-rows // 8), 128 * rows)  # sums, squares before
-    shared = chunks * (1024 + 64 * rows) + meeting + 64 + 4 * rows * padded + groups
+    shared = chunks * (1024 + 64 * rows) + meeting + 64 + 4 * rows * padded + pairs
     is_few = is_few and shared + experts.STATIC <= SHARED_PER_BLOCK
     if w.layout != "packed" or not is_few or cols % 8 or cols > 8 * 32 * experts.ROUTE_WARPS:
         return experts.route(
