@@ -184,6 +184,11 @@ class CudaDevice:
         driver = self.driver
         grid = source.grid_of(function.name, grid, cluster)
         self._allow(function, shared)
+        if cluster > 8:  # not portable to every card with clusters
+            kinds = driver.CUfunction_attribute
+            self.do(driver.cuFuncSetAttribute(
+                function.handle, kinds.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1
+            ))  # fmt: skip
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1

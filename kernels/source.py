@@ -131,6 +131,9 @@ def pack(kernel, wanted, given, address):
     return packed
 
 
+MOST_CLUSTER = 16  # blocks; above 8, a card must be asked
+
+
 def grid_of(kernel, grid, cluster):
     """A grid, an int (its x) or up to three, as three ints. Errors: UserError where clusters do not divide
     it."""
@@ -138,8 +141,8 @@ def grid_of(kernel, grid, cluster):
     sizes = tuple(int(size) for size in sizes) + (1,) * (3 - len(sizes))
     if len(sizes) != 3 or min(sizes) < 1:
         raise ValueError(f"grid {grid} must be one to three sizes of at least 1")
-    if cluster > 8 or sizes[0] % cluster:
-        raise UserError(f"kernel {kernel}: clusters of {cluster} are over 8 or do not divide grid {grid}")
+    if cluster > MOST_CLUSTER or sizes[0] % cluster:
+        raise UserError(f"kernel {kernel}: clusters of {cluster} are over {MOST_CLUSTER} or do not divide grid {grid}")
     return sizes
 
 

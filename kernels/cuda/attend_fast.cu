@@ -2,9 +2,10 @@
  * Grid:   a block for a unit of keys, or for several, each gridDim.z further, a kv head and a group of rows;
  *         units past the keys have none, so one grid serves every context. Four warps: 64 tile rows, a row's
  *         query heads side by side, 16 a warp, times the keys of a leaf; scores and sums stay in registers.
- *         A row of several units has a piece of each in the workspace; once all are there they are merged:
- *         by all blocks of the group and head, a row a warp, where the card holds the whole grid at once
- *         (`waits`), else by the last to come. A sink joins a row once: where o is divided.
+ *         A row of several units has a piece of each; once all are there they are merged, a row a warp. With
+ *         CLUSTER they meet in the shared memory of a cluster, each row's in one block's, without a fence.
+ *         Else in the workspace: merged by all blocks of the group and head, where the card holds the whole
+ *         grid at once (`waits`), or by the last to come. A sink joins a row once: where o is divided.
  * Moves:  K and V of the keys that a set sees, once: keys * G * HEAD * 4 bytes; a piece of the rows a unit
  *         through L2. With `early`, keys that this pass did not write are asked for before the kernel ahead,
  *         which writes q and the newest keys, has ended.
@@ -17,7 +18,8 @@
 /* o is A[T,H,HEAD]; group * (H/G) <= 64, group <= GROUP. splits: units a row is cut into at most, or one
  * more; 0: none. units: of a group and kv head. work: COUNTERS, 32 of them a group and kv head that has
  * several blocks, zero before and after; then a piece a unit. waits: blocks may wait for each other. early:
- * the kernel ahead let this one start when all before it had ended. ratio: H/G. The grid: G, groups, blocks.
+ * the kernel ahead let this one start when all before it had ended. ratio: H/G. The grid: G, groups, blocks;
+ * with CLUSTER blocks, G, groups.
  */
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     attend_fast(const bf16* q, const bf16* cache_k, const bf16* cache_v, const int* slot, const int* pos,
@@ -28,11 +30,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     Set& set = *(Set*)(shared + SET_AT);
     static_assert(sizeof(Set) <= SET_BYTES);
 
-    // In the grid, units come last: those with keys start first.
+    // In the grid, units come last: those with keys start first. A cluster's blocks are the first of it.
     const int lane = lane_index(), warp = warp_index();
     const int first_row = 16 * (TEAMS > 1 ? warp % 4 : warp) + lane / 4;  // the other: 8 on
-    Place place{ratio, (int)blockIdx.x, (int)blockIdx.y * group, (int)blockIdx.z,
-                (int)(blockIdx.y * G + blockIdx.x)};
+    const int me = CLUSTER ? blockIdx.x : blockIdx.z, blocks = CLUSTER ? CLUSTER : gridDim.z,
+              own_g = CLUSTER ? blockIdx.y : blockIdx.x, own_group = CLUSTER ? blockIdx.z : blockIdx.y;
+    Place place{ratio, own_g, own_group * group, me, own_group * G + own_g};
+    __shared__ u64 arrived;  // of a cluster: the pieces of this block's rows
+    if (CLUSTER && threadIdx.x == 0) {
+        mbarrier_init(&arrived, 1);
+        mbarrier_fence_init();
+    }
     if (!early) griddep_wait();
     if (warp == 0) {
         const Rows all{slot, pos, begin, end, T, group, window, causal, splits};
@@ -54,6 +62,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         cache += ((size_t)set.slot * G + place.g) * S * HEAD;
         load_leaf(cache, set.row_of_leaf(leaf, S), to, leaf, low, high, first, last);
     };
+    if (CLUSTER) {
+        cluster_arrive_relaxed();
+        if (threadIdx.x == 0) {
+            mbarrier_arrive_expect(&arrived, bytes_to_come(rows, group, me));
+        }
+    }
     int old_end = 0;  // keys of the first set's first leaf before that are under way already
     int ahead = -1;   // the first leaf of the next unit, where it is under way
     if (set.leaf_first < set.leaf_end) {
@@ -61,6 +75,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         load(cache_k, K_AT, set.leaf_first, 0, old_end);
         load(cache_v, V_AT, set.leaf_first, 0, old_end);
     }
+    if (CLUSTER) cluster_wait();  // all blocks' barriers are there
     if (early) griddep_wait();
     if (set.members) load_q(q, place, T, H);
 
@@ -77,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                 cp_async_commit();
             }
             old_end = 0;
-            ahead = HEAD <= 128 && place.own + (int)gridDim.z < units ? set.leaf_ahead(gridDim.z) : -1;
+            ahead = HEAD <= 128 && place.own + blocks < units ? set.leaf_ahead(blocks) : -1;
             griddep_launch();
 
             float* const piece = piece_at(work, place.index * units + place.own);
@@ -117,7 +132,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                     for (int e = 0; e < SIDES; ++e) {
                         l[e] = __fadd_rn(l[e], __shfl_xor_sync(FULL_WARP, l[e], 1));
                         l[e] = __fadd_rn(l[e], __shfl_xor_sync(FULL_WARP, l[e], 2));
-                        if (count[e] > 1 && set.only < 0 && lane % 4 == 0 && (TEAMS == 1 || warp < 4))
+                        if (!CLUSTER && count[e] > 1 && set.only < 0 && lane % 4 == 0 &&
+                            (TEAMS == 1 || warp < 4))
                             __stcg(stats_at(own_piece(), made_again(first_row + 8 * e)),
                                    make_float2(m[e], l[e]));
                     }
@@ -126,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                     for (int e = 0; e < SIDES; ++e) {
                         const int tile_row = made_again(first_row + 8 * e);
                         const int d = 64 * (first_half() + half) + 2 * (lane % 4);
-                        if (!is_last || !count[e]) continue;
+                        if (!is_last || !count[e] || (CLUSTER && count[e] > 1)) continue;
                         float* const to = own_piece();
                         const float r = one_over(l[e], m[e], tile_row);
 #pragma unroll
@@ -159,14 +175,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             }
 
             const bool is_suspect = set.may_spoil() && are_spoilt(out, set, rows, first_row);
+            if (CLUSTER && !(is_suspect && set.only < 0))  // each piece once: its receiver counts bytes
+#pragma unroll
+                for (int e = 0; e < SIDES; ++e)
+                    if (count[e] > 1) send(out, m[e], l[e], e, first_row + 8 * e, place.own, units, &arrived);
             if (!is_suspect && set.only < 0) break;
             if (ahead >= 0) cp_async_wait<0>();  // was_last() is a barrier: then the buffers are free
             ahead = -1;
             if (set.was_last()) break;
         }
         if (!set.left) {
-            if (place.own + (int)gridDim.z >= units) break;
-            place.own += gridDim.z;
+            if (place.own + blocks >= units) break;
+            place.own += blocks;
         }
         __syncthreads();  // the plan has been read
         if (warp == 0) {
@@ -176,11 +196,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         __syncthreads();
     }
     auto clear_some = [&](int first, int step) {
-        if (blockIdx.z == 0) clear(rows, place, group, T, H, o, first, step);
+        if (me == 0) clear(rows, place, group, T, H, o, first, step);
     };
-    if (!waits || set.most < 2) clear_some(thread_again(), THREADS);
+    if (CLUSTER || !waits || set.most < 2) clear_some(thread_again(), THREADS);
     if (set.most < 2) return;
 
+    if (CLUSTER) {
+        griddep_launch();
+        mbarrier_wait_cluster(&arrived, 0);
+        __syncwarp();
+        for (int tile_row = me + CLUSTER * warp; tile_row < ROWS; tile_row += max(CLUSTER, 1) * WARPS)
+            if (const int count = pieces_to_join(rows, group, tile_row); count > 1) {
+                const float* const box = box_of(tile_row, units);
+                merge(box, (const float2*)(box + HEAD), BOX, count, tile_row,
+                      o + head_at(H, place, tile_row));
+            }
+        return;
+    }
     u32* const counter = (u32*)work + 32 * place.index;  // a line of its own: all blocks ask for it
     u32 waited = 0;                                      // blocks that had waited before this one
     int first = 0, step = 1;
@@ -189,23 +221,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         __syncthreads();
         if (warp == 0) {
             if (lane == 0) red_add_release(counter, 1);
-            warp_wait_for(counter, gridDim.z);
+            warp_wait_for(counter, blocks);
         } else {
             clear_some(thread_again() - 32, THREADS - 32);
         }
         __syncthreads();
         if (threadIdx.x == 0) waited = atomicAdd(counter + 1, 1u);  // under way while rows are merged
-        first = blockIdx.z, step = gridDim.z;
-    } else if (gridDim.z == 1) {
+        first = me, step = blocks;
+    } else if (blocks == 1) {
         __syncthreads();  // all pieces are this block's
-    } else if (!last_to_arrive(counter, gridDim.z)) {
+    } else if (!last_to_arrive(counter, blocks)) {
         return;
     }
+    float* const first_piece = piece_at(work, place.index * units);
     for (int tile_row = first + step * warp; tile_row < ROWS; tile_row += step * WARPS) {
-        const int at = tile_row_of(tile_row).at, count = at < group ? rows[at].pieces : 0;
+        const int count = pieces_to_join(rows, group, tile_row);
         if (count > 1)
-            merge(piece_at(work, place.index * units), count, tile_row, o + head_at(H, place, tile_row));
+            merge(first_piece + tile_row * HEAD, stats_at(first_piece, tile_row), PIECE, count, tile_row,
+                  o + head_at(H, place, tile_row));
     }
-    if (waits && threadIdx.x == 0 && waited == gridDim.z - 1)
+    if (waits && threadIdx.x == 0 && waited == blocks - 1)
         counter[0] = counter[1] = 0;  // nobody waits any more
 }

@@ -125,8 +125,8 @@ __device__ __forceinline__ void bring_few(const bf16* from, int cols, unsigned c
     cp_async_commit();
 }
 
-/* All pieces of the block, by a multiplying warp. Where a ring is a whole number of pieces, so many are worked
- * on in turn that each finds its slots at constant addresses. */
+/* All pieces of the block, by a multiplying warp. Where a ring is a whole number of pieces, so many are
+ * worked on in turn that each finds its slots at constant addresses. */
 __device__ __forceinline__ void multiply_few(int pieces, int cols, const FewPlaces& places, Ring& ring,
                                              Barriers& barriers) {
     constexpr int TOKEN_UNIT = UNIT_CHUNKS * TOKEN_ROWS * 64;  // bytes

@@ -48,7 +48,7 @@ __device__ __forceinline__ void group(const u32* pairs, int count, int* first, i
     }
 }
 
-extern "C" __global__ void __launch_bounds__(ROUTE_THREADS, U_NORM ? 2 : 3)
+extern "C" __global__ void __launch_bounds__(ROUTE_THREADS, U_NORM || ROWS > 4 ? 2 : 3)
     route_few(const u16* w, const bf16* x, const float* norm, const float* u_norm, const float* bias,
               const float* expert_scale, const int* pos, bf16* u, int* expert, float* share, int* first,
               int* order, int* touched, float eps, int normalise, int E, int U, int cols) {
@@ -58,8 +58,8 @@ extern "C" __global__ void __launch_bounds__(ROUTE_THREADS, U_NORM ? 2 : 3)
     unsigned char *weights = dynamic, *tokens = weights + chunks * CHUNK_BYTES;  // tokens: [chunk][ROWS][64]
     float2* sums = (float2*)(tokens + chunks * ROWS * 64);                       // [WARPS][2 * EIGHTS][32]
     float* squares = (float*)sums;                                               // [ROWS][WARPS][32], before
-    float* scales = (float*)(sums + MEETING);  // [16]: of a row, below 0 where it is inactive
-    float* logits = scales + 16;               // [ROWS][16 * tiles]
+    float* scales = (float*)(sums + MEETING);         // [16]: of a row, below 0 where it is inactive
+    float* logits = scales + 16;                      // [ROWS][16 * tiles]
     u32* pairs = (u32*)(logits + ROWS * 16 * tiles);  // [ROWS * 32]: pair_word()
     if (threadIdx.x == 0) {
         mbarrier_init(&loaded, 1), mbarrier_init(&arrived, 1);
@@ -86,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(ROUTE_THREADS, U_NORM ? 2 : 3)
     griddep_wait();
     const int position = warp_index() < ROWS ? pos[warp_index()] : -1;
     auto piece = [&](int row) { return (uint4*)(tokens + (k / 32 * ROWS + row) * 64 + k % 32 * 2); };
-    constexpr int AT_ONCE = ROWS < 4 ? ROWS : 4;
+    constexpr int AT_ONCE = ROWS < 4 ? ROWS : ROWS < 8 ? 4 : 8;
 #pragma unroll(1)
     for (int first_row = 0; first_row < ROWS; first_row += AT_ONCE) {
         uint4 v[AT_ONCE];
@@ -114,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(ROUTE_THREADS, U_NORM ? 2 : 3)
         if (lane == 0) scales[row] = position < 0 ? -1.f : r;
     }
     __syncthreads();
-#pragma unroll(ROWS < 2 ? 1 : 2)
+#pragma unroll(ROWS < 2 ? 1 : ROWS < 5 ? 2 : 4)
     for (int row = 0; row < ROWS; ++row) {
         if (k >= 32 * chunks) break;
         const float r = scales[row];

@@ -215,6 +215,13 @@ __device__ __forceinline__ void store_async(u32 to, const float4& v, u32 barrier
         : "memory");
 }
 
+__device__ __forceinline__ void store_async(u32 to, const float2& v, u32 barrier) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(to),
+        "f"(v.x), "f"(v.y), "r"(barrier)
+        : "memory");
+}
+
 __device__ __forceinline__ bool mbarrier_try_wait_cluster(u64* barrier, u32 parity) {
     u32 done;
     asm volatile(

@@ -117,7 +117,8 @@ inline bool mbarrier_try_wait(u64* barrier, u32 parity, EMULATE_SITE) {
     return emulate::mbarrier_test((uint64_t*)barrier, parity, site);
 }
 inline u32 cluster_address(const void* shared, u32 rank) { return rank << 24 | shared_address(shared); }
-inline void store_async(u32 to, const float4& v, u32 barrier, EMULATE_SITE) {
+template <class Vector>  // float2, float4
+void store_async(u32 to, const Vector& v, u32 barrier, EMULATE_SITE) {
     if (to >> 24 != barrier >> 24) emulate::fail("store_async: the barrier is another block's");
     char* own = emulate_self->shared + (to & 0xffffff);
     emulate::aligned(own, sizeof v, "store_async");

@@ -9,11 +9,13 @@ arch).
 import math
 
 from . import COUNTERS, HAS_WGMMA
+from .split import SHARED_PER_SM
 
 SIZES = 64, 128, 256, 512
 LEAF, TILE_ROWS = 144, 64
 LARGE_LEAF = 48  # of heads above 128: a divisor of LEAF, so rings are whole ones of these too
 BLOCK = 16  # rows of a pass for which heads above 128 are cut
+CLUSTER = 16  # blocks whose pieces meet in shared memory, where there are as many units, or up to twice
 ALONE = 114 << 10  # dynamic shared bytes of which a multiprocessor has no room for two
 
 
@@ -65,6 +67,8 @@ class Shape:
             self.defines["WGMMA"] = 1
         # Of attend_fast alone: attend_whole would spill.
         self.own_defines = self.defines | ({"SIDES": 1} if self.group * self.ratio <= 8 else {})
+        owned = -(-self.group * self.ratio // CLUSTER)
+        self.inbox = 4 * owned * self.units * (size + 4)
 
     def most_splits(self, sms):
         """Two blocks a multiprocessor, with one for a window, which may begin within a unit. Large heads:
@@ -73,6 +77,20 @@ class Shape:
             return max(1, 2 * sms // self.groups - 1)
         together = self.groups * -(-BLOCK * self.ratio // TILE_ROWS)
         return max(1, (2 if self.size <= 256 else 1) * sms // together - 1)
+
+    def clustered(self, backend, rows, held):
+        """-D of the kernel whose pieces meet in a cluster, or None: units are too few or too many for one, or
+        the card has no room for all clusters at once."""
+        blocks = self.groups * -(-rows // self.group) * CLUSTER
+        shared = self.shared + self.inbox
+        if self.size > 128 or not CLUSTER // 2 < self.units <= 2 * CLUSTER or blocks > held:
+            return None
+        if 2 * (shared + 2048) > SHARED_PER_SM:
+            return None
+        defines = self.own_defines | {"CLUSTER": CLUSTER}
+        function = backend.device.function("attend_fast.cu", "attend_fast", defines)
+        held = backend.device.holds(function, threads_of(self.size), shared, CLUSTER)
+        return defines if blocks <= held else None
 
     def rows_a_pass(self, work, held):
         """Rows of one launch: what a workspace of so many f32 holds, and counters, where units of a row are
@@ -108,10 +126,10 @@ class Shape:
 
 
 def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, scale, sinks, work, o,
-           waits=True, early=True, whole=None, **tuning):  # fmt: skip
+           waits=True, early=True, whole=None, meets=True, **tuning):  # fmt: skip
     """Row `attend` of the table; None declines. waits: blocks may wait for each other. early: old keys may be
     asked for before the kernel ahead has ended. whole: a block takes all units of its rows or not, None:
-    whichever is faster; the bits are the same. tuning: of `Shape`.
+    whichever is faster; the bits are the same. meets: pieces may meet in a cluster. tuning: of `Shape`.
     """
     rows, heads, size = q.shape
     slots, groups, cached, _ = cache_k.shape
@@ -125,6 +143,7 @@ def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, 
         function = backend.device.function("attend_fast.cu", "attend_fast", shape.own_defines)
         held = backend.device.holds(function, threads_of(size), shape.shared)
     whole = shape.is_whole(rows, held) if whole is None else whole
+    clustered = shape.clustered(backend, rows, held) if meets and not whole else None
     # A block that cuts nothing needs no workspace.
     count = rows if whole or not shape.splits else shape.rows_a_pass(work.size, held)
     if not count:
@@ -150,9 +169,13 @@ def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, 
             )  # fmt: skip
             continue
         sizes += [shape.units, grid[2] > 1 and math.prod(grid) <= held, bool(early)]
+        cluster = 1
+        if clustered:
+            cluster, grid = CLUSTER, (CLUSTER, *grid[:2])
+            block = threads_of(size), shape.shared + shape.inbox
         backend.launch(
-            "attend_fast.cu", "attend_fast", grid, *block, [*args, work, *sizes], shape.own_defines,
-            dependent=backend.dependent, early=early,
+            "attend_fast.cu", "attend_fast", grid, *block, [*args, work, *sizes],
+            clustered or shape.own_defines, cluster=cluster, dependent=backend.dependent, early=early,
         )  # fmt: skip
     return True
 

@@ -1,0 +1,54 @@
+"""Attention whose pieces meet in a cluster's shared memory: the bits of those that meet in the workspace."""
+
+import numpy as np
+import pytest
+
+from tests.cases import stored
+from tests.compare import assert_same_bits, real
+from tests.kernels.test_fast_attend import FAST, call, check, make, some
+
+SMS = 16  # that the emulator is given: room for a few clusters of 16, two blocks each
+pytestmark = pytest.mark.parametrize("ops", FAST, indirect=True)
+
+
+@pytest.fixture
+def clusters(ops, monkeypatch):
+    """Clusters of all launches from now on."""
+    launch, found = ops.backend.launch, []
+    if ops.name == "emulate":
+        monkeypatch.setattr(ops.backend, "sms", SMS)
+        monkeypatch.setattr(ops.backend.device, "sms", SMS)
+    monkeypatch.setattr(
+        ops.backend, "launch", lambda *args, cluster=1, **how:
+        (found.append(cluster), launch(*args, cluster=cluster, **how)),
+    )  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize("heads, pos, window, has_sinks", [
+    ((4, 1, 64), [1500], 0, False), ((8, 1, 64), [1400, 1401, 1402], 0, True),
+    ((8, 1, 128), [1299], 0, False), ((4, 1, 128), [1438, 1439, 1440, 1441], 1300, False),
+    ((16, 2, 64), [2600], 0, True), ((4, 1, 128), [2303], 2200, False), ((4, 1, 64), [5, 1500, 1501], 0, False),
+], ids=str)  # fmt: skip
+def test_pieces_meet_in_a_cluster_with_the_same_bits(ops, rng, clusters, heads, pos, window, has_sinks):
+    case = make(rng, pos, heads, window=window)
+    if has_sinks:
+        case["sinks"] = rng.standard_normal(heads[0]).astype(np.float32)
+    together = call(ops, case)
+    check(case, together)
+    assert_same_bits(call(ops, case, meets=False), together, "in the workspace")
+    for row in range(len(pos)):
+        assert_same_bits(call(ops, some(case, [row]))[0], together[row], f"row {row}")
+    assert clusters[:2] == [16, 1], clusters
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_a_piece_that_is_made_again_is_sent_once(ops, rng, clusters):
+    """What a later row holds to itself is no number: the leaf is worked on row by row."""
+    case = make(rng, [1400, 1401, 1402, 1403], (4, 1, 64))
+    clean, bad = call(ops, case), case | {"cache_v": case["cache_v"].copy()}
+    bad["cache_v"][0, :, 1402] = stored(np.inf, "bf16")
+    got = call(ops, bad)
+    assert_same_bits(got[:2], clean[:2])
+    assert not np.isfinite(real(got[2:])).all()
+    assert clusters == [16, 16], clusters
