@@ -142,7 +142,9 @@ def grid_of(kernel, grid, cluster):
     if len(sizes) != 3 or min(sizes) < 1:
         raise ValueError(f"grid {grid} must be one to three sizes of at least 1")
     if cluster > MOST_CLUSTER or sizes[0] % cluster:
-        raise UserError(f"kernel {kernel}: clusters of {cluster} are over {MOST_CLUSTER} or do not divide grid {grid}")
+        raise UserError(
+            f"kernel {kernel}: clusters of {cluster} are over {MOST_CLUSTER} or do not divide grid {grid}"
+        )
     return sizes
 
 

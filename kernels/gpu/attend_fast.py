@@ -15,7 +15,8 @@ SIZES = 64, 128, 256, 512
 LEAF, TILE_ROWS = 144, 64
 LARGE_LEAF = 48  # of heads above 128: a divisor of LEAF, so rings are whole ones of these too
 BLOCK = 16  # rows of a pass for which heads above 128 are cut
-CLUSTER = 16  # blocks whose pieces meet in shared memory, where there are as many units, or up to twice
+CLUSTERS = 4, 8, 16  # blocks whose pieces meet in shared memory
+MOST_BLOCK = 64  # rows of a block, which a row sees on both sides of it
 ALONE = 114 << 10  # dynamic shared bytes of which a multiprocessor has no room for two
 
 
@@ -44,7 +45,7 @@ class Shape:
     wgmma: products of four warps together, where the arch has them.
     """
 
-    def __init__(self, rows, heads, groups, size, slots, sms, is_windowed=False, has_sinks=False, group=None,
+    def __init__(self, rows, heads, groups, size, slots, sms, window=0, has_sinks=False, group=None,
                  splits=None, keys=None, wgmma=True):  # fmt: skip
         self.size, self.ratio, self.groups, self.sms = size, heads // groups, groups, sms
         # A set ends where its slot does: the rows of a slot are taken in equal parts.
@@ -57,17 +58,18 @@ class Shape:
         if splits is None:
             splits = self.most_splits(sms)
         self.splits = splits
-        units = (
-            min(splits, -(-keys // leaf_of(size))) if keys else splits
-        )  # of the longest row: of a leaf at least
-        self.units = max(1, units) + (is_windowed and splits > 0)
-        self.defines = {"HEAD": size, "GROUP": self.most} | ({"RING": 1} if is_windowed else {})
+        # Of the longest row: of a leaf at least. A window may begin within one.
+        seen = [keys] * (keys is not None) + [2 * (window + MOST_BLOCK)] * (window > 0)
+        units = min(splits, -(-min(seen) // leaf_of(size))) if seen else splits
+        self.units = max(1, units) + (window > 0 and splits > 0)
+        self.defines = {"HEAD": size, "GROUP": self.most} | ({"RING": 1} if window else {})
         self.defines |= {"SINKS": 1} if has_sinks else {}
         if wgmma:
             self.defines["WGMMA"] = 1
         # Of attend_fast alone: attend_whole would spill.
         self.own_defines = self.defines | ({"SIDES": 1} if self.group * self.ratio <= 8 else {})
-        owned = -(-self.group * self.ratio // CLUSTER)
+        self.cluster = next((blocks for blocks in CLUSTERS if self.units <= blocks), 0)
+        owned = -(-self.group * self.ratio // self.cluster) if self.cluster else 0
         self.inbox = 4 * owned * self.units * (size + 4)
 
     def most_splits(self, sms):
@@ -79,17 +81,17 @@ class Shape:
         return max(1, (2 if self.size <= 256 else 1) * sms // together - 1)
 
     def clustered(self, backend, rows, held):
-        """-D of the kernel whose pieces meet in a cluster, or None: units are too few or too many for one, or
-        the card has no room for all clusters at once."""
-        blocks = self.groups * -(-rows // self.group) * CLUSTER
+        """-D of the kernel whose pieces meet in a cluster, a block a unit, or None: there is one unit, or they
+        are too many, or the card has no room for all clusters at once."""
+        blocks = self.groups * -(-rows // self.group) * self.cluster
         shared = self.shared + self.inbox
-        if self.size > 128 or not CLUSTER // 2 < self.units <= 2 * CLUSTER or blocks > held:
+        if self.units < 2 or not 0 < blocks <= held or self.size > 128:
             return None
         if 2 * (shared + 2048) > SHARED_PER_SM:
             return None
-        defines = self.own_defines | {"CLUSTER": CLUSTER}
+        defines = self.own_defines | {"CLUSTER": self.cluster}
         function = backend.device.function("attend_fast.cu", "attend_fast", defines)
-        held = backend.device.holds(function, threads_of(self.size), shared, CLUSTER)
+        held = backend.device.holds(function, threads_of(self.size), shared, self.cluster)
         return defines if blocks <= held else None
 
     def rows_a_pass(self, work, held):
@@ -137,7 +139,7 @@ def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, 
         return None
     keys = min(backend.bucket or cached, cached)
     how = {"keys": keys, "wgmma": backend.device.arch in HAS_WGMMA} | tuning
-    shape = Shape(rows, heads, groups, size, slots, backend.sms, bool(window), sinks is not None, **how)
+    shape = Shape(rows, heads, groups, size, slots, backend.sms, window, sinks is not None, **how)
     held = 0  # blocks that may wait for each other
     if waits and shape.splits:
         function = backend.device.function("attend_fast.cu", "attend_fast", shape.own_defines)
@@ -171,7 +173,7 @@ def attend(backend, q, cache_k, cache_v, slot, pos, begin, end, window, causal, 
         sizes += [shape.units, grid[2] > 1 and math.prod(grid) <= held, bool(early)]
         cluster = 1
         if clustered:
-            cluster, grid = CLUSTER, (CLUSTER, *grid[:2])
+            cluster, grid = shape.cluster, (shape.cluster, *grid[:2])
             block = threads_of(size), shape.shared + shape.inbox
         backend.launch(
             "attend_fast.cu", "attend_fast", grid, *block, [*args, work, *sizes],

@@ -25,12 +25,15 @@ def clusters(ops, monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("heads, pos, window, has_sinks", [
-    ((4, 1, 64), [1500], 0, False), ((8, 1, 64), [1400, 1401, 1402], 0, True),
-    ((8, 1, 128), [1299], 0, False), ((4, 1, 128), [1438, 1439, 1440, 1441], 1300, False),
-    ((16, 2, 64), [2600], 0, True), ((4, 1, 128), [2303], 2200, False), ((4, 1, 64), [5, 1500, 1501], 0, False),
+@pytest.mark.parametrize("heads, pos, window, has_sinks, blocks", [
+    ((4, 1, 64), [1500], 0, False, 16), ((8, 1, 64), [1400, 1401, 1402], 0, True, 16),
+    ((8, 1, 128), [1099], 0, False, 8), ((4, 1, 128), [1438, 1439, 1440, 1441], 400, False, 8),
+    ((16, 2, 64), [2201], 128, True, 4), ((4, 1, 128), [2299], 0, False, 16),
+    ((4, 1, 64), [5, 1500, 1501], 0, False, 16), ((4, 2, 128), [287, 288], 0, False, 4),
 ], ids=str)  # fmt: skip
-def test_pieces_meet_in_a_cluster_with_the_same_bits(ops, rng, clusters, heads, pos, window, has_sinks):
+def test_pieces_meet_in_a_cluster_with_the_same_bits(
+    ops, rng, clusters, heads, pos, window, has_sinks, blocks
+):
     case = make(rng, pos, heads, window=window)
     if has_sinks:
         case["sinks"] = rng.standard_normal(heads[0]).astype(np.float32)
@@ -39,7 +42,7 @@ def test_pieces_meet_in_a_cluster_with_the_same_bits(ops, rng, clusters, heads, 
     assert_same_bits(call(ops, case, meets=False), together, "in the workspace")
     for row in range(len(pos)):
         assert_same_bits(call(ops, some(case, [row]))[0], together[row], f"row {row}")
-    assert clusters[:2] == [16, 1], clusters
+    assert clusters[:2] == [blocks, 1], clusters
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")

@@ -383,7 +383,7 @@ def compiled():
 def test_compiles_without_spills_and_two_blocks_fit(ops, name, arch, size, is_windowed, has_sinks, tmp_path):
     """What the compiler adds for alignment counts: 256 bytes once halved the blocks of 16 rows."""
     wgmma = arch in attend_fast.HAS_WGMMA
-    shape = attend_fast.Shape(16, 32, 8, size, 1, 132, is_windowed, has_sinks, wgmma=wgmma)
+    shape = attend_fast.Shape(16, 32, 8, size, 1, 132, 128 * is_windowed, has_sinks, wgmma=wgmma)
     cubin, log = compiler.compile_cubin(source.find(f"{name}.cu"), arch, shape.defines)
     used = compiler.resources(log)[name]
     assert (used.stack, used.spill_stores, used.spill_loads) == (0, 0, 0), f"{shape.defines}: {used}"
