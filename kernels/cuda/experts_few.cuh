@@ -110,7 +110,8 @@ struct Fill {
     }
 };
 
-/* This lane's pieces of this warp's units of the token rows: nobody else reads them. cols is a multiple of 8.
+/* This lane's pieces of this warp's units of the token rows: no other warp reads them. cols is a multiple
+ * of 8.
  */
 __device__ __forceinline__ void bring_few(const bf16* from, int cols, unsigned char* tokens) {
     const int row = lane_index() / 4, part = lane_index() % 4;
@@ -137,6 +138,7 @@ __device__ __forceinline__ void multiply_few(int pieces, int cols, const FewPlac
                         *tokens = places.tokens + warp_index() * TOKEN_UNIT + 64 * row + 16 * (lane % 4);
     float2* const sums = places.sums + warp_index() * UNITS * 32 + lane;
     Turn turn{0, 0};
+    __syncwarp();  // tokens are there that other lanes of the warp brought
     for (int first = 0; first < pieces; first += TOGETHER)
 #pragma unroll
         for (int piece = first; piece < first + TOGETHER; ++piece) {

@@ -81,8 +81,8 @@ class Shape:
         return max(1, (2 if self.size <= 256 else 1) * sms // together - 1)
 
     def clustered(self, backend, rows, held):
-        """-D of the kernel whose pieces meet in a cluster, a block a unit, or None: there is one unit, or they
-        are too many, or the card has no room for all clusters at once."""
+        """-D of the kernel whose pieces meet in a cluster, a block a unit, or None: one unit, too many,
+        or no room on the card for all clusters at once."""
         blocks = self.groups * -(-rows // self.group) * self.cluster
         shared = self.shared + self.inbox
         if self.units < 2 or not 0 < blocks <= held or self.size > 128:

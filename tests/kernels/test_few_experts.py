@@ -156,7 +156,7 @@ def test_two_neighbours_fit_a_multiprocessor_and_two_of_a_kind_do_not(model, arc
     "rows, arch", [(rows, arch) for i, rows in enumerate((1, 8, 16)) for arch in cards(i)]
 )
 def test_route_has_room_beside_any_kernel(rows, arch):
-    """Of 65,536 registers another block has 46,080 at most (linear_add of Coder's width). More than 4 rows are
+    """Of 65,536 registers another block has 46,080 at most (linear_add of Coder's width). Over 4 rows are
     loaded together: that is worth more than to begin beside such a block."""
     defines = {"STREAM_WARPS": str(experts.ROUTE_WARPS), "TOKEN_TILES": "1", "TOKEN_ROWS": str(rows)}
     _, log = compiler.compile_cubin("route_few.cu", arch, defines)
