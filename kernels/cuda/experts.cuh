@@ -126,7 +126,6 @@ struct Stream {
     u64* loaded;  // [RING]: the tile is there
     Ahead next;
     int run, left, count;  // of the list, tiles of it that are left, its pairs
-    bool has_next;         // the next run's tokens are to be asked for, behind the first tile
     int buffer, ordinal;
     int slot, phase;  // of the ring
     float acc[TOKEN_TILES][4];
@@ -192,7 +191,7 @@ struct Stream {
         cp_async_commit();
     }
 
-    /* A run begins: its tokens are there. */
+    /* A run begins: its tokens are there, the next run's are asked for. */
     __device__ __forceinline__ void enter() {
         left = places.list[run].tiles, count = places.list[run].count;
         if (TOKEN_BUFFERS == 1) {
@@ -201,20 +200,9 @@ struct Stream {
             cp_async_wait<0>();
             return;
         }
-        cp_async_wait<0>();
-        has_next = run + 1 < plan.listed;
-    }
-
-    /* A tile of the run is done. */
-    __device__ __forceinline__ void leave_tile() {
-        if (TOKEN_BUFFERS == 2 && has_next) {
-            bring(run + 1, buffer ^ 1);
-            cp_async_commit();
-            has_next = false;
-        }
-        if (--left > 0) return;
-        ++run;
-        if (TOKEN_BUFFERS == 2) buffer ^= 1;
+        if (run + 1 < plan.listed) bring(run + 1, buffer ^ 1);
+        cp_async_commit();
+        cp_async_wait<1>();
     }
 
     /* A piece, whose weights are in slot S, and those behind it as far as there are slots. False: no more. */
@@ -246,7 +234,10 @@ struct Stream {
         if (is_asked) advance();
         if (RING && ++slot == RING) slot = 0, phase ^= 1;
         give_sums(acc, ordinal++, count, places.sums, barriers);
-        leave_tile();
+        if (--left == 0) {
+            ++run;
+            if (TOKEN_BUFFERS == 2) buffer ^= 1;
+        }
         if constexpr (S + 1 < SLOTS)
             return step<S + 1>(a);
         else
@@ -319,18 +310,18 @@ __device__ __forceinline__ void experts(const Shape& shape, const u8* w, const T
     __syncthreads();
     Unit a[SLOTS][CHUNKS];
     const int* lies = is_small ? places.order : order;
-    Stream stream{plan, w, from, lies,  shape.cols, places, barriers, loaded, {},
-                  0,    0, 0,    false, 0,          0,      0,        0,      {}};
+    Stream stream{plan, w, from, lies, shape.cols, places, barriers, loaded, {}, 0, 0, 0, 0, 0, 0, 0, {}};
     if (warp_index() == PLANNER) {
         plan.open(places.starts, shape, places.entries);
         plan.make_list(shape, places.entries, places.list);
+        __syncwarp();
+        if (RING) {
+            stream.next.run = 0;
+            stream.next.find(plan, places.list, w, shape.cols);
+            stream.fill(RING);
+        }
     }
     __syncthreads();
-    if (RING && warp_index() == PLANNER) {
-        stream.next.run = 0;
-        stream.next.find(plan, places.list, w, shape.cols);
-        stream.fill(RING);
-    }
     sink.order = lies, sink.runs = plan.runs;
     if (is_streaming) {
         if (!KNOWS) stream.bring_first();  // first, where both can come
