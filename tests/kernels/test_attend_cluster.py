@@ -55,3 +55,11 @@ def test_a_piece_that_is_made_again_is_sent_once(ops, rng, clusters):
     assert_same_bits(got[:2], clean[:2])
     assert not np.isfinite(real(got[2:])).all()
     assert clusters == [16, 16], clusters
+
+
+@pytest.mark.parametrize("causal", [0, 1])
+def test_a_window_of_a_block_has_all_its_units(ops, rng, clusters, causal):
+    """Rows see the block and a window before it: parts of three leaves."""
+    case = make(rng, range(1127, 1143), (4, 1, 64), window=128, causal=causal, block=(1127, 1191))
+    check(case, call(ops, case))
+    assert clusters == [4], clusters

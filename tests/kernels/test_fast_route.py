@@ -62,6 +62,15 @@ def test_of_equal_logits_of_one_lane_the_smaller_id_comes_first(ops, rng):
 
 
 @on_gpu_backends
+def test_a_lane_whose_experts_are_all_chosen_has_no_more(ops, rng):
+    case, size = test_route.make(ops, rng, 3, 128, 6, 40, "bf16")
+    case["w"].array[...] = 0
+    case["bias"][...] = 0
+    case["bias"][5::32] = 4, 6, 5, 7
+    assert (fast_run(ops, "route", case, **size)["expert"] == [101, 37, 69, 5, 0, 1]).all()
+
+
+@on_gpu_backends
 def test_route_has_its_eps(ops, rng):
     case, size = test_route.make(ops, rng, 3, 9, 2, 40, "bf16")
     case["x"] = stored(1e-3 * real(case["x"]), "bf16")
