@@ -2,13 +2,17 @@
 
 import numpy as np
 import pytest
+from minidflash.kernels import compiler, source
+from minidflash.kernels.gpu import attend_fast
 
 from tests.cases import stored
 from tests.compare import assert_same_bits, real
+from tests.disassembly import SM90
+from tests.kernels.test_compile import disassemble, needs_nvrtc
 from tests.kernels.test_fast_attend import FAST, call, check, make, some
 
 SMS = 16  # that the emulator is given: room for a few clusters of 16, two blocks each
-pytestmark = pytest.mark.parametrize("ops", FAST, indirect=True)
+on_gpu_backends = pytest.mark.parametrize("ops", FAST, indirect=True)
 
 
 @pytest.fixture
@@ -25,6 +29,7 @@ def clusters(ops, monkeypatch):
     return found
 
 
+@on_gpu_backends
 @pytest.mark.parametrize("heads, pos, window, has_sinks, blocks", [
     ((4, 1, 64), [1500], 0, False, 16), ((8, 1, 64), [1400, 1401, 1402], 0, True, 16),
     ((8, 1, 128), [1099], 0, False, 8), ((4, 1, 128), [1438, 1439, 1440, 1441], 400, False, 8),
@@ -45,6 +50,7 @@ def test_pieces_meet_in_a_cluster_with_the_same_bits(
     assert clusters[:2] == [blocks, 1], clusters
 
 
+@on_gpu_backends
 @pytest.mark.filterwarnings("ignore:invalid value")
 def test_a_piece_that_is_made_again_is_sent_once(ops, rng, clusters):
     """What a later row holds to itself is no number: the leaf is worked on row by row."""
@@ -57,9 +63,30 @@ def test_a_piece_that_is_made_again_is_sent_once(ops, rng, clusters):
     assert clusters == [16, 16], clusters
 
 
+@on_gpu_backends
 @pytest.mark.parametrize("causal", [0, 1])
 def test_a_window_of_a_block_has_all_its_units(ops, rng, clusters, causal):
     """Rows see the block and a window before it: parts of three leaves."""
     case = make(rng, range(1127, 1143), (4, 1, 64), window=128, causal=causal, block=(1127, 1191))
     check(case, call(ops, case))
     assert clusters == [4], clusters
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch, size, rows, window, has_sinks", [
+    (SM90, 128, 1, 128, True), (SM90, 64, 8, 0, False),
+    ("sm_100a", 128, 8, 128, False), ("sm_103a", 64, 1, 0, True),
+])  # fmt: skip
+def test_compiles_without_spills_or_fences(arch, size, rows, window, has_sinks, tmp_path):
+    """A fence of the card, or a counter, would cost what the cluster is there to save."""
+    wgmma = arch in attend_fast.HAS_WGMMA
+    shape = attend_fast.Shape(rows, 64, 8, size, 1, 132, window, has_sinks, keys=2304, wgmma=wgmma)
+    defines = shape.own_defines | {"CLUSTER": shape.cluster}
+    assert ("SIDES" in defines, shape.cluster) == (rows == 1, 4 if window else 16)
+    cubin, log = compiler.compile_cubin(source.find("attend_fast.cu"), arch, defines)
+    used = compiler.resources(log)["attend_fast"]
+    assert (used.stack, used.spill_stores, used.spill_loads) == (0, 0, 0), used
+    found = " ".join(map(str, disassemble(cubin, tmp_path)["attend_fast"]))
+    assert "STAS" in found
+    for costly in ("MEMBAR.ALL.GPU", "MEMBAR.SC.GPU", "ATOMG", "RED.E"):
+        assert costly not in found, costly
