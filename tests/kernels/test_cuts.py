@@ -20,11 +20,12 @@ from tests.kernels.test_fast_prefill import Prompt, even
 
 COUNTS, SMS = range(1, 65), 8
 # Of a launch, what follows the number of rows and shows in no bit (test_fast_bits.py, test_fast_attend.py,
-# test_attend_whole.py, test_fast_prefill.py, test_wide.py): how many rows there are, how many share a block
-# or a cluster, how far ahead weights and keys are asked for, and whether a step's chunks need branches.
+# test_attend_whole.py, test_attend_cluster.py, test_fast_prefill.py, test_wide.py): how many rows there are,
+# how many share a block or a cluster, where pieces of attention meet, how far ahead weights and keys are
+# asked for, and whether a step's chunks need branches.
 ROWS = {"rows", "T", "M", "tokens", "group", "waits", "early", "width", "B"}
 TILES = {"TOKEN_TILES", "STEP_CHUNKS", "STEPS_AHEAD", "EVEN_STEPS", "TOKENS", "WEIGHT_TILES", "STAGES"}
-TILES |= {"CLUSTER", "KEPT"}
+TILES |= {"CLUSTER", "KEPT", "SIDES"}
 
 
 class Card:
@@ -53,6 +54,8 @@ class Card:
             if parameter.scalar is not None and parameter.name not in ROWS
         }
         threads, cluster = (None, None) if "TOKENS" in function.defines else (block, cluster)
+        if function.name == "attend_fast":
+            cluster = None
         self.told.add((function.name, *map(str, (defines, scalars, threads, cluster))))
 
 
