@@ -126,6 +126,7 @@ ROLES = {
     ("embed", "table"): TABLE_ROLE, ("gate_up", "w"): PAIRS, ("experts_up", "w"): EXPERT_PAIRS,
     ("experts_down", "w"): EXPERTS,
 }  # fmt: skip
+WIDEST = 64  # rows of a block, all of which a row may see beside its window
 SILU, CLAMPED, GELU_TANH = range(3)
 
 

@@ -3,6 +3,8 @@ Families differ in fields, not in classes."""
 
 from itertools import pairwise
 
+from minidflash.kernels.table import WIDEST
+
 from .config_keys import DRAFTER_FIXED, FIXED, Reader
 from .drafter_layouts import LAYOUTS, SPECULATORS, ZLAB, as_zlab, layout_of
 from .errors import UserError
@@ -20,7 +22,6 @@ LATER = {
 BUILT = {name: family.architecture for name, family in FAMILIES.items()}
 DRAFTER, SPECULATOR = "DFlashDraftModel", "DFlashSpeculator"
 PADDING = 1024  # rows at most by which two tables of one vocabulary differ; 512 are known (F07)
-WIDEST = 64  # widest block; above what the drafter was trained on acceptance falls (golden README)
 VARIANTS = {
     "DFlash2DraftModel": "DFlash 2", "DominoDraftModel": "Domino", "DSparkDraftModel": "DSpark",
     "LiLiCorrDraftModel": "LiLiCorr",

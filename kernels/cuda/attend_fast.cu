@@ -64,9 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     };
     if (CLUSTER) {
         cluster_arrive_relaxed();
-        if (threadIdx.x == 0) {
-            mbarrier_arrive_expect(&arrived, bytes_to_come(rows, group, me));
-        }
+        if (threadIdx.x == 0) mbarrier_arrive_expect(&arrived, bytes_to_come(rows, group, me));
     }
     int old_end = 0;  // keys of the first set's first leaf before that are under way already
     int ahead = -1;   // the first leaf of the next unit, where it is under way
@@ -201,23 +199,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     if (CLUSTER || !waits || set.most < 2) clear_some(thread_again(), THREADS);
     if (set.most < 2) return;
 
-    if (CLUSTER) {
-        griddep_launch();
-        mbarrier_wait_cluster(&arrived, 0);
-        __syncwarp();
-        for (int tile_row = me + CLUSTER * warp; tile_row < ROWS; tile_row += max(CLUSTER, 1) * WARPS)
-            if (const int count = pieces_to_join(rows, group, tile_row); count > 1) {
-                const float* const box = box_of(tile_row, units);
-                merge(box, (const float2*)(box + HEAD), BOX, count, tile_row,
-                      o + head_at(H, place, tile_row));
-            }
-        return;
-    }
     u32* const counter = (u32*)work + 32 * place.index;  // a line of its own: all blocks ask for it
     u32 waited = 0;                                      // blocks that had waited before this one
     int first = 0, step = 1;
     griddep_launch();
-    if (waits) {
+    if (CLUSTER) {
+        mbarrier_wait_cluster(&arrived, 0);
+        __syncwarp();
+        first = me, step = OWNERS;
+    } else if (waits) {
         __syncthreads();
         if (warp == 0) {
             if (lane == 0) red_add_release(counter, 1);
@@ -236,10 +226,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     float* const first_piece = piece_at(work, place.index * units);
     for (int tile_row = first + step * warp; tile_row < ROWS; tile_row += step * WARPS) {
         const int count = pieces_to_join(rows, group, tile_row);
-        if (count > 1)
-            merge(first_piece + tile_row * HEAD, stats_at(first_piece, tile_row), PIECE, count, tile_row,
-                  o + head_at(H, place, tile_row));
+        if (count < 2) continue;
+        float* const sums = CLUSTER ? box_of(tile_row, units) : first_piece + tile_row * HEAD;
+        const float2* const stats = CLUSTER ? (float2*)(sums + HEAD) : stats_at(first_piece, tile_row);
+        merge(sums, stats, count, tile_row, o + head_at(H, place, tile_row));
     }
-    if (waits && threadIdx.x == 0 && waited == blocks - 1)
+    if (!CLUSTER && waits && threadIdx.x == 0 && waited == blocks - 1)
         counter[0] = counter[1] = 0;  // nobody waits any more
 }

@@ -33,15 +33,15 @@ __device__ __forceinline__ int pieces_to_join(const Row* rows, int group, int ti
     return at < group ? rows[at].pieces : 0;
 }
 
-/* Where the pieces of a tile row meet in its owner's shared memory: block tile_row % CLUSTER. */
+/* Where the pieces of a tile row meet in its owner's shared memory: block tile_row % OWNERS. */
 __device__ __forceinline__ float* box_of(int tile_row, int units) {
-    return (float*)(shared + INBOX_AT) + tile_row / max(CLUSTER, 1) * units * BOX;
+    return (float*)(shared + INBOX_AT) + tile_row / OWNERS * units * BOX;
 }
 
 /* Of all pieces of the rows that a block of a cluster owns. */
 __device__ __forceinline__ u32 bytes_to_come(const Row* rows, int group, int owner) {
     u32 pieces = 0;
-    for (int tile_row = owner; tile_row < ROWS; tile_row += max(CLUSTER, 1))
+    for (int tile_row = owner; tile_row < ROWS; tile_row += OWNERS)
         if (const int count = pieces_to_join(rows, group, tile_row); count > 1) pieces += count;
     return pieces * (HEAD + 2) * 4;
 }
@@ -49,7 +49,7 @@ __device__ __forceinline__ u32 bytes_to_come(const Row* rows, int group, int own
 /* Half e of `out` to the owner of its tile row, as piece `own`. By the four lanes that have it. */
 __device__ __forceinline__ void send(const Sums& out, float m, float l, int e, int tile_row, int own,
                                      int units, u64* arrived) {
-    const int owner = tile_row % max(CLUSTER, 1), part = thread_again() % 4;
+    const int owner = tile_row % OWNERS, part = thread_again() % 4;
     const u32 to = cluster_address(box_of(tile_row, units) + own * BOX, owner),
               there = cluster_address(arrived, owner);
 #pragma unroll
@@ -83,27 +83,28 @@ __device__ __forceinline__ void join(Sums& all, float& all_m, float& all_l, cons
 }
 
 /* A tile row of `count` pieces, by a warp: a lane has HEAD / 32 components of all pieces, and a piece's m and
- * l. They join one after the other, in order. sums, stats: the first piece's, stride floats before the next
- * one's; in the workspace or, of a cluster, in shared memory. */
-__device__ __forceinline__ void merge(const float* sums, const float2* stats, int stride, int count,
-                                      int tile_row, bf16* o) {
+ * l. They join one after the other, in order. sums, stats: the first piece's, in the workspace or, of a
+ * cluster, in shared memory. */
+__device__ __forceinline__ void merge(const float* sums, const float2* stats, int count, int tile_row,
+                                      bf16* o) {
+    constexpr int STRIDE = CLUSTER ? BOX : PIECE;  // floats from a piece to the next
     constexpr int OWN = HEAD / 32,
                   BATCH = OWN > 4 ? 80 / OWN : 20;  // pieces whose loads are under way together
     const int lane = thread_again() % 32;
     float m = NO_KEY, l = 0.f, sum[OWN] = {};
     for (int first = 0; first < count; first += BATCH) {
         const int here = min(BATCH, count - first);
-        const float* const at = sums + (size_t)first * stride + OWN * lane;
-        const float2* const own_stat = stats + (size_t)(first + min(lane, here - 1)) * (stride / 2);
+        const float* const at = sums + (size_t)first * STRIDE + OWN * lane;
+        const float2* const own_stat = stats + (size_t)(first + min(lane, here - 1)) * (STRIDE / 2);
         Neighbours<float, OWN> part[BATCH] = {};  // zeros change nothing, and a branch for each would wait
         float2 stat = CLUSTER ? *own_stat : __ldcg(own_stat);
 #pragma unroll
         for (int j = 0; j < BATCH; ++j)
             if (j < here) {
                 if (CLUSTER)
-                    part[j].template load<true>(at + j * stride, OWN);
+                    part[j].template load<true>(at + j * STRIDE, OWN);
                 else
-                    part[j].load_l2(at + j * stride);
+                    part[j].load_l2(at + j * STRIDE);
             }
         if (lane >= here) stat = make_float2(NO_KEY, 0.f);
         float top = fmaxf(m, stat.x);  // of the pieces up to the lane's

@@ -42,9 +42,10 @@ constexpr int LEAF_BYTES = LEAF * HEAD * 2;
 constexpr int K_AT = ROWS * HEAD * 2, V_AT = K_AT + LEAF_BYTES, ROWS_AT = V_AT + LEAF_BYTES,
               TILE_ROWS_AT = ROWS_AT + GROUP * 24, SET_AT = TILE_ROWS_AT + ROWS * 4, SET_BYTES = 64,
               SINKS_AT = SET_AT + SET_BYTES, INBOX_AT = SINKS_AT + SINKS * ROWS * 4;  // of shared memory
-constexpr int BOX = HEAD + 4;   // floats of a piece of a row in the inbox: o, m, l
-constexpr int COUNTERS = 4096;  // u32 at the front of work
-constexpr int WHOLE = 1 << 20;  // leaves of a unit that is never cut
+constexpr int OWNERS = CLUSTER ? CLUSTER : 1;  // blocks among whom the tile rows of a group are dealt out
+constexpr int BOX = HEAD + 4;                  // floats of a piece of a row in the inbox: o, m, l
+constexpr int COUNTERS = 4096;                 // u32 at the front of work
+constexpr int WHOLE = 1 << 20;                 // leaves of a unit that is never cut
 constexpr int ALL_UNITS = -1, ALL_KEYS = 0x7fffffff;
 constexpr float NO_KEY = -3e38f;  // the largest score of no key at all; finite: differences are
 constexpr float LOG2_E = 1.4426950408889634f;

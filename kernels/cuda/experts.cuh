@@ -233,7 +233,7 @@ struct Stream {
             if (is_asked && has_unit(u, cols)) next.load(a[S][u], u);
         if (is_asked) advance();
         if (RING && ++slot == RING) slot = 0, phase ^= 1;
-        give_sums(acc, ordinal++, count, places.sums, barriers);
+        give_sums(acc, ordinal++, count, [&](int set) { return own_sums(places.sums, set); }, barriers);
         if (--left == 0) {
             ++run;
             if (TOKEN_BUFFERS == 2) buffer ^= 1;

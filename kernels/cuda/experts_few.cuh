@@ -165,13 +165,8 @@ __device__ __forceinline__ void multiply_few(int pieces, int cols, const FewPlac
                 if (lane == 0) mbarrier_arrive(&ring.freed[turn.slot]);
                 turn.next();
             }
-            const int set = piece % SUM_SETS;
-            float2* const to = sums + set * WARPS * UNITS * 32;
-            mbarrier_wait(&barriers.empty[set], (piece / SUM_SETS & 1) ^ 1);
-            to[0] = make_float2(acc[0][0], acc[0][2]);
-            if (TOKEN_ROWS > 1) to[32] = make_float2(acc[0][1], acc[0][3]);
-            __syncwarp();  // lanes may have parted in the wait
-            mbarrier_arrive(&barriers.full[piece % FULL_BARRIERS]);
+            give_sums<(TOKEN_ROWS > 1)>(
+                acc, piece, 8, [&](int set) { return sums + set * WARPS * UNITS * 32; }, barriers);
         }
 }
 

@@ -27,8 +27,7 @@ __device__ __forceinline__ u32 pair_word(int expert, int pair) {
 
 /* Where the group of each expert begins, and the pairs in their order: what lies before is counted. By the
  * block, its last warps first: the others have shares to make. pairs: multiples of 4 may be read, NO_PAIR. */
-__device__ __forceinline__ void group(const u32* pairs, int count, int* first, int* order, int* touched,
-                                      int E) {
+__device__ __forceinline__ void group(const u32* pairs, int count, const Routed& to, int E) {
     for (int base = 32 * (WARPS - 1 - warp_index()); base <= E + count; base += ROUTE_THREADS) {
         const int i = base + lane_index(), pair = i - E - 1;
         const u32 own = pair < 0 ? (u32)i << PAIR_BITS : pair < count ? pairs[pair] : NO_PAIR;
@@ -40,11 +39,11 @@ __device__ __forceinline__ void group(const u32* pairs, int count, int* first, i
             upto += (four.x < next) + (four.y < next) + (four.z < next) + (four.w < next);
         }
         const u32 active = __ballot_sync(FULL_WARP, i < E && upto > before);
-        if (active && lane_index() == 0) atomicAdd(touched, __popc(active));
+        if (active && lane_index() == 0) atomicAdd(to.touched, __popc(active));
         if (pair < 0)
-            first[i] = before;
+            to.first[i] = before;
         else if (pair < count)
-            order[before] = own >> PAIR_BITS < (u32)E ? pair : -1;
+            to.order[before] = own >> PAIR_BITS < (u32)E ? pair : -1;
     }
 }
 
@@ -175,10 +174,7 @@ extern "C" __global__ void __launch_bounds__(ROUTE_THREADS, U_NORM || ROWS > 4 ?
     if (position >= 0) choice = choose(own_logits, E, U);
     if (row < ROWS && lane < U) pairs[row * U + lane] = pair_word(choice.id, row * U + lane);
     __syncthreads();
-    if (row < ROWS) {
-        float part = position < 0 ? 0.f : share_of(choice, own_logits, E, U, normalise);
-        if (EXPERT_SCALE && lane < U && choice.id >= 0) part *= expert_scale[choice.id];
-        if (lane < U) expert[row * U + lane] = choice.id, share[row * U + lane] = part;
-    }
-    group(pairs, ROWS * U, first, order, touched, E);
+    const Routed routed{expert, share, first, order, touched, expert_scale};
+    if (row < ROWS) routed.keep(row, choice, position >= 0, own_logits, E, U, normalise);
+    group(pairs, ROWS * U, routed, E);
 }

@@ -8,6 +8,7 @@ arch).
 
 import math
 
+from ..table import WIDEST
 from . import COUNTERS, HAS_WGMMA
 from .split import SHARED_PER_SM
 
@@ -16,7 +17,6 @@ LEAF, TILE_ROWS = 144, 64
 LARGE_LEAF = 48  # of heads above 128: a divisor of LEAF, so rings are whole ones of these too
 BLOCK = 16  # rows of a pass for which heads above 128 are cut
 CLUSTERS = 4, 8, 16  # blocks whose pieces meet in shared memory
-MOST_BLOCK = 64  # rows of a block, which a row sees on both sides of it
 ALONE = 114 << 10  # dynamic shared bytes of which a multiprocessor has no room for two
 
 
@@ -59,7 +59,7 @@ class Shape:
             splits = self.most_splits(sms)
         self.splits = splits
         # Of the longest row: of a leaf at least. A window may begin within one.
-        seen = [keys] * (keys is not None) + [2 * (window + MOST_BLOCK)] * (window > 0)
+        seen = [keys] * (keys is not None) + [2 * (window + WIDEST)] * (window > 0)
         units = min(splits, -(-min(seen) // leaf_of(size))) if seen else splits
         self.units = max(1, units) + (window > 0 and splits > 0)
         self.defines = {"HEAD": size, "GROUP": self.most} | ({"RING": 1} if window else {})
@@ -91,8 +91,8 @@ class Shape:
             return None
         defines = self.own_defines | {"CLUSTER": self.cluster}
         function = backend.device.function("attend_fast.cu", "attend_fast", defines)
-        held = backend.device.holds(function, threads_of(self.size), shared, self.cluster)
-        return defines if blocks <= held else None
+        in_clusters = backend.device.holds(function, threads_of(self.size), shared, self.cluster)
+        return defines if blocks <= in_clusters else None
 
     def rows_a_pass(self, work, held):
         """Rows of one launch: what a workspace of so many f32 holds, and counters, where units of a row are

@@ -54,8 +54,6 @@ class Card:
             if parameter.scalar is not None and parameter.name not in ROWS
         }
         threads, cluster = (None, None) if "TOKENS" in function.defines else (block, cluster)
-        if function.name == "attend_fast":
-            cluster = None
         self.told.add((function.name, *map(str, (defines, scalars, threads, cluster))))
 
 
