@@ -30,6 +30,7 @@ from minidflash.kernels.table import CLAMPED, SILU
 from minidflash.kernels.weight import Weight
 
 CHUNK = 32 << 20  # bytes of random weights that are repeated
+MXFP4_SCALES = 32  # bytes of a unit's scales, as in mxfp4.cuh
 
 
 @dataclass(frozen=True)
@@ -72,11 +73,10 @@ class RandomWeights:
         """Random bytes of packed weights, on the device: numbers of about 0.02."""
         if kind == "bf16":
             values = (self.rng.integers(0, 2**16, CHUNK // 2, np.uint16) & 0x80FF) | 0x3C00
+        elif kind == "scales":
+            values = self.rng.integers(118, 121, CHUNK // 8, np.uint8)
         else:
-            size = experts.UNIT["mxfp4"][1]
-            values = self.rng.integers(0, 256, (CHUNK // size, size), np.uint8)
-            values[:, 512:] = values[:, 512:] % 3 + 118
-            values = values.reshape(-1)
+            values = self.rng.integers(0, 256, CHUNK, np.uint8)
         device = self.backend.empty(values.shape, values.dtype)
         self.backend.upload(device, values)
         return device
@@ -84,15 +84,21 @@ class RandomWeights:
     def weight(self, kind, tiles, shape, layout):
         """A packed Weight whose bytes are the chunk, again and again."""
         width, size, _ = experts.UNIT[kind]
+        units = -(-shape[-1] // width)
+        dtype = np.uint16 if kind == "bf16" else np.uint8
+        data = self.backend.empty((int(np.prod(tiles)) * units * size // dtype().itemsize,), dtype)
+        self.fill(data, kind)
+        data = data.reshape(*tiles, -1)
+        for of_expert in data if kind == "mxfp4" else ():  # its scales lie behind all its words (mxfp4.cuh)
+            self.fill(of_expert.reshape(-1)[-tiles[-1] * units * MXFP4_SCALES :], "scales")
+        return Weight(shape, kind, layout, (data,))
+
+    def fill(self, data, kind):
         if kind not in self.chunks:
             self.chunks[kind] = self.chunk(kind)
         source = self.chunks[kind]
-        units = -(-shape[-1] // width)
-        count = int(np.prod(tiles)) * units * size // source.dtype.itemsize
-        data = self.backend.empty((count,), source.dtype)
-        for first in range(0, count, len(source)):
-            self.copy(data[first : first + len(source)], source[: min(len(source), count - first)])
-        return Weight(shape, kind, layout, (data.reshape(*tiles, -1),))
+        for first in range(0, len(data), len(source)):
+            self.copy(data[first : first + len(source)], source[: min(len(source), len(data) - first)])
 
     def copy(self, to, source):
         if isinstance(to, np.ndarray):

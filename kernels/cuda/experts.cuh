@@ -11,8 +11,7 @@
  * Bits:   a row's sum runs over a warp's units of K, then warps, each ascending. Who takes which piece, and
  *         how many rows are beside it, does not matter. */
 #pragma once
-#include "experts_plan.cuh"
-#include "experts_sums.cuh"
+#include "experts_ends.cuh"
 
 #ifndef TOKEN_BUFFERS
 #define TOKEN_BUFFERS 2  // runs whose tokens are in shared memory: with 2, the next run's come early
@@ -23,33 +22,41 @@
 #ifndef RING_TILES
 #define RING_TILES 0  // tiles whose weights are in shared memory or on their way there; 0: in registers
 #endif
+#ifndef HOLDS_TOKENS
+#define HOLDS_TOKENS 0  // 1: warps keep a run's tokens, of at most 8 rows, in registers
+#endif
 
 constexpr int RING = RING_TILES, SLOTS = RING ? 1 : AHEAD;  // SLOTS: tiles in registers
 constexpr int PLANNER = RING ? WARPS + FINISHERS : 0;       // warp that makes the plan and fills the ring
 constexpr int EXPERTS_THREADS = THREADS + (RING ? 32 : 0);
-constexpr int ORDER_ROOM = 512;  // pairs whose order is brought to shared memory
+constexpr int ORDER_ROOM = 512;              // pairs whose order is brought to shared memory
+constexpr bool HAS_SETS = RING == SUM_SETS;  // each tile of the ring has a set for its sums
+constexpr bool COME_EARLY = TOKEN_BUFFERS == 2 || HOLDS_TOKENS;  // tokens, a run ahead
 static_assert(RING <= FULL_BARRIERS, "a barrier for each tile of the ring");
+static_assert(!HOLDS_TOKENS || (TOKEN_TILES == 1 && TOKEN_BUFFERS == 1), "one buffer is on its way");
 
 /* Of a run's tokens in shared memory. */
 __device__ __forceinline__ int buffer_bytes(int cols) { return units_of(cols) * UNIT_CHUNKS * TOKEN_CHUNK; }
 
 /* Where things lie in dynamic shared memory. */
 struct Places {
-    float2* sums;  // [SUM_SETS][WARPS][UNITS][32]
+    float2* sums;           // [SUM_SETS][WARPS][UNITS][32]
+    unsigned char* ring;    // [RING] tiles, from whole lines on as in memory: copies are faster
+    unsigned char* tokens;  // [TOKEN_BUFFERS][chunks][TOKEN_TILES][32 lanes][16 bytes]
+    unsigned char* scales;  // [RING] tiles'
     Entry* entries;
     Run* list;
-    int *order, *starts;    // [ORDER_ROOM], [experts + 1]
-    unsigned char* tokens;  // [TOKEN_BUFFERS][chunks][TOKEN_TILES][32 lanes][16 bytes]
-    unsigned char* ring;    // [RING] tiles
+    int *order, *starts;  // [ORDER_ROOM], [experts + 1]
 
     __device__ __forceinline__ Places(unsigned char* dynamic, const Shape& shape)
         : sums((float2*)dynamic),
-          entries((Entry*)(sums + SUM_SETS * WARPS * UNITS * 32)),
+          ring((unsigned char*)(sums + SUM_SETS * WARPS * UNITS * 32)),
+          tokens(ring + RING * units_of(shape.cols) * UNIT_SIZE),
+          scales(tokens + TOKEN_BUFFERS * buffer_bytes(shape.cols)),
+          entries((Entry*)(scales + RING * units_of(shape.cols) * UNIT_SCALES)),
           list((Run*)(entries + shape.experts)),
           order((int*)(list + shape.room)),
-          starts(order + ORDER_ROOM),
-          tokens((unsigned char*)(starts + (shape.experts + 32) / 32 * 32)),
-          ring(tokens + TOKEN_BUFFERS * buffer_bytes(shape.cols)) {}
+          starts(order + ORDER_ROOM) {}
 };
 
 /* Token rows: pair r's is row r / per of `rows`. */
@@ -86,28 +93,31 @@ __device__ __forceinline__ void bring_run(const Run& run, const Tokens& from, co
 struct Ahead {
     int run, left;
     const char* at;      // the tile's first byte, or this lane's part of this warp's first unit
-    const char* scales;  // of FP8, the tile's
+    const char* scales;  // the tile's, if it has some
 
-    __device__ __forceinline__ void find(const Plan& plan, const Run* list, const u8* w, int cols) {
+    __device__ __forceinline__ void find(const Plan& plan, const Run* list, const u8* w, const Shape& shape) {
         left = 0;
         if (run >= plan.listed) return;
         left = list[run].tiles;
-        at = (const char*)w + list[run].tile * unit_tile(cols);
-        if (FP8) scales = at + fp8_codes(cols);
+        const int expert = list[run].tile / shape.tiles, tile = list[run].tile - expert * shape.tiles;
+        const TileOf first(w, expert, tile, shape.tiles, shape.cols);
+        at = first.at, scales = first.scales;
         if (!RING) at += warp_index() * UNIT_SIZE + 16 * lane_index();
     }
 
-    __device__ __forceinline__ void advance(const Plan& plan, const Run* list, const u8* w, int cols) {
-        at += unit_tile(cols);
-        if (FP8) scales += unit_tile(cols);
+    __device__ __forceinline__ void advance(const Plan& plan, const Run* list, const u8* w,
+                                            const Shape& shape) {
+        at += unit_tile(shape.cols);
+        if (FP8) scales += unit_tile(shape.cols);
+        if (MXFP4) scales += units_of(shape.cols) * UNIT_SCALES;
         if (--left > 0) return;
         ++run;
-        find(plan, list, w, cols);
+        find(plan, list, w, shape);
     }
 
     /* This warp's unit u of the tile to registers. */
     __device__ __forceinline__ void load(Unit& unit, int u) const {
-        unit.load(at + u * WARPS * UNIT_SIZE);
+        unit.load(at + u * WARPS * UNIT_SIZE, scales + (u * WARPS + warp_index()) * UNIT_SCALES);
 #if FP8
         unit.load_scale(scales, u * WARPS + warp_index());
 #endif
@@ -120,7 +130,7 @@ struct Stream {
     const u8* w;
     const Tokens& from;
     const int* order;
-    int cols;
+    const Shape& shape;
     const Places& places;
     Barriers& barriers;
     u64* loaded;  // [RING]: the tile is there
@@ -129,20 +139,21 @@ struct Stream {
     int buffer, ordinal;
     int slot, phase;  // of the ring
     float acc[TOKEN_TILES][4];
+    uint4 held[HOLDS_TOKENS ? CHUNKS * UNIT_CHUNKS : 1];  // the run's tokens
 
-    __device__ __forceinline__ void advance() { next.advance(plan, places.list, w, cols); }
+    __device__ __forceinline__ void advance() { next.advance(plan, places.list, w, shape); }
 
     /* Weights are asked for before the tokens are there. */
     __device__ __forceinline__ void begin(Unit (&a)[SLOTS][CHUNKS]) {
         if (RING) return;
         next.run = 0;
-        next.find(plan, places.list, w, cols);
+        next.find(plan, places.list, w, shape);
 #pragma unroll
         for (int s = 0; s < SLOTS; ++s)
             if (next.left > 0) {
 #pragma unroll
                 for (int u = 0; u < CHUNKS; ++u)
-                    if (has_unit(u, cols)) next.load(a[s][u], u);
+                    if (has_unit(u, shape.cols)) next.load(a[s][u], u);
                 advance();
             }
     }
@@ -153,31 +164,38 @@ struct Stream {
         Ahead then = next;
 #pragma unroll(1)
         for (int i = 0; i < ASKED_TILES && then.left > 0; ++i) {
-            for (int u = 0; u < own_units(cols); ++u)
+            for (int u = 0; u < own_units(shape.cols); ++u)
                 if (const int lane = lane_index(); lane < (UNIT_SIZE + 127) / 128)  // a line each
                     prefetch_l2(then.at + u * WARPS * UNIT_SIZE + (128 - 16) * lane);
-            then.advance(plan, places.list, w, cols);
+            then.advance(plan, places.list, w, shape);
         }
     }
 
     __device__ __forceinline__ void bring(int which, int to) const {
-        bring_run(places.list[which], from, order, cols, places.tokens + to * buffer_bytes(cols));
+        bring_run(places.list[which], from, order, shape.cols, places.tokens + to * buffer_bytes(shape.cols));
     }
 
     __device__ __forceinline__ unsigned char* ring_tile(int which) const {
-        return places.ring + which * units_of(cols) * UNIT_SIZE;
+        return places.ring + which * units_of(shape.cols) * UNIT_SIZE;
+    }
+
+    __device__ __forceinline__ unsigned char* ring_scales(int which) const {
+        return places.scales + which * units_of(shape.cols) * UNIT_SCALES;
     }
 
     /* All weights of the list to the ring, by the planner; a tile's place is free once all warps have given
-     * the sums of the tile that was there. */
+     * the sums of the tile that was there, or, where these have a place of their own, once they are read:
+     * then no warp waits for that place, and that a tile comes later costs nothing (bench/NOTES.md). */
     __device__ __forceinline__ void fill(int tiles) {
-        const u32 bytes = units_of(cols) * UNIT_SIZE;
+        const u32 bytes = units_of(shape.cols) * UNIT_SIZE, scales = units_of(shape.cols) * UNIT_SCALES;
         for (; next.left > 0 && tiles > 0; --tiles, ++ordinal) {
             if (const int before = ordinal - RING; before >= 0)
-                mbarrier_wait(&barriers.full[before % FULL_BARRIERS], before / FULL_BARRIERS & 1);
-            if (lane_index() == 0) {
-                mbarrier_arrive_expect(&loaded[slot], bytes);
+                mbarrier_wait(HAS_SETS ? &barriers.empty[slot] : &barriers.full[before % FULL_BARRIERS],
+                              before / (HAS_SETS ? RING : FULL_BARRIERS) & 1);
+            if (elect_one()) {
+                mbarrier_arrive_expect(&loaded[slot], bytes + scales);
                 bulk_load_as(READ_ONCE, ring_tile(slot), next.at, bytes, &loaded[slot]);
+                if (scales) bulk_load_as(READ_ONCE, ring_scales(slot), next.scales, scales, &loaded[slot]);
             }
             if (++slot == RING) slot = 0;
             advance();
@@ -187,22 +205,44 @@ struct Stream {
     /* The first run's tokens. */
     __device__ __forceinline__ void bring_first() {
         run = left = buffer = ordinal = slot = phase = 0;
-        if (TOKEN_BUFFERS == 2 && plan.listed > 0) bring(0, 0);
+        if (COME_EARLY && plan.listed > 0) bring(0, 0);
         cp_async_commit();
     }
 
-    /* A run begins: its tokens are there, the next run's are asked for. */
+    /* This lane's part of the run's tokens: a chunk of this warp's unit u, rows 8n.. */
+    __device__ __forceinline__ const uint4* token_at(int u, int chunk, int n) const {
+        return (const uint4*)(places.tokens + buffer * buffer_bytes(shape.cols) + 16 * lane_index() +
+                              ((u * WARPS + warp_index()) * UNIT_CHUNKS + chunk) * TOKEN_CHUNK + 512 * n);
+    }
+
+    /* A run begins: its tokens are there; where there is room for them, the next run's are asked for. */
     __device__ __forceinline__ void enter() {
         left = places.list[run].tiles, count = places.list[run].count;
-        if (TOKEN_BUFFERS == 1) {
-            bring(run, 0);
-            cp_async_commit();
+        if (HOLDS_TOKENS) {
             cp_async_wait<0>();
-            return;
+#pragma unroll
+            for (int u = 0; u < CHUNKS; ++u)
+#pragma unroll
+                for (int chunk = 0; chunk < UNIT_CHUNKS; ++chunk)
+                    if (has_unit(u, shape.cols)) held[u * UNIT_CHUNKS + chunk] = *token_at(u, chunk, 0);
+            __syncwarp();  // read: others may come there
         }
-        if (run + 1 < plan.listed) bring(run + 1, buffer ^ 1);
+        const int coming = COME_EARLY ? run + 1 : run;
+        if (coming < plan.listed) bring(coming, buffer ^ (TOKEN_BUFFERS - 1));
         cp_async_commit();
-        cp_async_wait<1>();
+        if (!HOLDS_TOKENS) cp_async_wait<TOKEN_BUFFERS - 1>();
+    }
+
+    /* The next tile's units from the ring. */
+    __device__ __forceinline__ void read_tile(Unit (&a)[CHUNKS]) {
+        const unsigned char *weights = ring_tile(slot) + warp_index() * UNIT_SIZE + 16 * lane_index(),
+                            *scales = ring_scales(slot) + warp_index() * UNIT_SCALES;
+        mbarrier_wait(&loaded[slot], phase);
+#pragma unroll
+        for (int u = 0; u < CHUNKS; ++u)
+            if (has_unit(u, shape.cols))
+                a[u].read(weights + u * WARPS * UNIT_SIZE, scales + u * WARPS * UNIT_SCALES);
+        if (++slot == RING) slot = 0, phase ^= 1;
     }
 
     /* A piece, whose weights are in slot S, and those behind it as far as there are slots. False: no more. */
@@ -212,31 +252,25 @@ struct Stream {
             if (run == plan.listed) return false;
             enter();
         }
-        const unsigned char* tokens = places.tokens + buffer * buffer_bytes(cols) +
-                                      warp_index() * UNIT_CHUNKS * TOKEN_CHUNK + 16 * lane_index();
-        const unsigned char* weights = ring_tile(slot) + warp_index() * UNIT_SIZE + 16 * lane_index();
         const bool is_asked = !RING && next.left > 0;
-        if (RING) mbarrier_wait(&loaded[slot], phase);
+        if (RING) read_tile(a[S]);
 #pragma unroll
         for (int u = 0; u < CHUNKS; ++u)
-            if (has_unit(u, cols)) {
-                if (RING) a[S][u].read(weights + u * WARPS * UNIT_SIZE);
+            if (has_unit(u, shape.cols))
                 multiply(acc, a[S][u], count, [&](int chunk, int n) {
-                    return *(const uint4*)(tokens + (u * WARPS * UNIT_CHUNKS + chunk) * TOKEN_CHUNK +
-                                           512 * n);
+                    return HOLDS_TOKENS ? held[u * UNIT_CHUNKS + chunk] : *token_at(u, chunk, n);
                 });
-            }
         // Not a unit at a time: all loads have one scoreboard, and to wait for a unit would be to wait for
         // what was asked for just now.
 #pragma unroll
         for (int u = 0; u < CHUNKS; ++u)
-            if (is_asked && has_unit(u, cols)) next.load(a[S][u], u);
+            if (is_asked && has_unit(u, shape.cols)) next.load(a[S][u], u);
         if (is_asked) advance();
-        if (RING && ++slot == RING) slot = 0, phase ^= 1;
-        give_sums(acc, ordinal++, count, [&](int set) { return own_sums(places.sums, set); }, barriers);
+        give_sums<true, HAS_SETS>(
+            acc, ordinal++, count, [&](int set) { return own_sums(places.sums, set); }, barriers);
         if (--left == 0) {
             ++run;
-            if (TOKEN_BUFFERS == 2) buffer ^= 1;
+            buffer ^= TOKEN_BUFFERS - 1;
         }
         if constexpr (S + 1 < SLOTS)
             return step<S + 1>(a);
@@ -250,40 +284,6 @@ struct Stream {
         }
     }
 };
-
-/* sink.prepare(run, expert, tile) may ask for what the end of a tile needs; sink(run, tile, v) gets each tile
- * once, by one finishing warp: v as in skinny.cuh, of the pairs that the run has. */
-template <class Sink>
-__device__ __forceinline__ void end_tiles(const Plan& plan, const Shape& shape, const Places& places,
-                                          Barriers& barriers, Sink& sink) {
-    int ordinal = warp_index() - WARPS;
-    for (int which = 0, at = ordinal; which < plan.listed; at += FINISHERS) {  // tile `at` of run `which`
-        while (which < plan.listed && at >= places.list[which].tiles) at -= places.list[which++].tiles;
-        if (which == plan.listed) return;
-        const Run run = places.list[which];
-        const int expert = run.tile / shape.tiles, tile = run.tile - expert * shape.tiles + at;
-        const int set = ordinal % SUM_SETS;
-        const float2* sums = places.sums + set * WARPS * UNITS * 32 + lane_index();
-        float2 v[UNITS];
-        sink.prepare(run, expert, tile);
-        mbarrier_wait(&barriers.full[ordinal % FULL_BARRIERS], ordinal / FULL_BARRIERS & 1);
-#pragma unroll
-        for (int n = 0; n < TOKEN_TILES; ++n) {
-            if (n > 0 && 8 * n >= run.count) break;
-            v[2 * n] = sums[64 * n], v[2 * n + 1] = sums[64 * n + 32];
-#pragma unroll(5)
-            for (int warp = 1; warp < WARPS; ++warp) {
-                const float2 even = sums[32 * (warp * UNITS + 2 * n)],
-                             odd = sums[32 * (warp * UNITS + 2 * n + 1)];
-                v[2 * n].x += even.x, v[2 * n].y += even.y;
-                v[2 * n + 1].x += odd.x, v[2 * n + 1].y += odd.y;
-            }
-        }
-        mbarrier_arrive(&barriers.empty[set]);
-        sink(run, tile, v);
-        ordinal += FINISHERS;
-    }
-}
 
 /* The whole of it. KNOWS: the groups were complete before the kernel ahead began, which waited for them, so
  * weights are asked for before this one's wait. */
@@ -310,14 +310,14 @@ __device__ __forceinline__ void experts(const Shape& shape, const u8* w, const T
     __syncthreads();
     Unit a[SLOTS][CHUNKS];
     const int* lies = is_small ? places.order : order;
-    Stream stream{plan, w, from, lies, shape.cols, places, barriers, loaded, {}, 0, 0, 0, 0, 0, 0, 0, {}};
+    Stream stream{plan, w, from, lies, shape, places, barriers, loaded, {}, 0, 0, 0, 0, 0, 0, 0, {}, {}};
     if (warp_index() == PLANNER) {
         plan.open(places.starts, shape, places.entries);
         plan.make_list(shape, places.entries, places.list);
         __syncwarp();
         if (RING) {
             stream.next.run = 0;
-            stream.next.find(plan, places.list, w, shape.cols);
+            stream.next.find(plan, places.list, w, shape);
             stream.fill(RING);
         }
     }
@@ -339,6 +339,6 @@ __device__ __forceinline__ void experts(const Shape& shape, const u8* w, const T
         stream.fill(1 << 30);
     } else {
         sink.begin();
-        end_tiles(plan, shape, places, barriers, sink);
+        end_tiles(plan, shape, places.list, places.sums, barriers, sink);
     }
 }

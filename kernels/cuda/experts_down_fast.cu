@@ -59,44 +59,51 @@ struct KeepPairs {
     float* work;
     const int* order;
     int runs;
-    float low, high;
-    int pair;  // of the run's row lane_index(), and its share
-    float part;
+
+    struct Ready {
+        float low, high;
+        int pair;  // of the run's row lane_index(), and its share
+        float part;
+    };
 
     __device__ __forceinline__ void begin() const {}
 
-    __device__ __forceinline__ void prepare(const Run& run, int of_expert, int tile) {
+    __device__ __forceinline__ Ready prepare(const Run& run, int of_expert, int tile) const {
         const int n = 16 * tile + row_of();
         const float* mine = bias + (size_t)of_expert * rows.outputs + n;
-        low = bias && n < rows.outputs ? mine[0] : 0.f, high = bias && n + 8 < rows.outputs ? mine[8] : 0.f;
-        pair = lane_index() < run.count ? order[run.begin + lane_index()] : -1;
-        part = pair >= 0 ? __ldcg(share + pair) : 0.f;
+        const int pair = lane_index() < run.count ? order[run.begin + lane_index()] : -1;
+        return {bias && n < rows.outputs ? mine[0] : 0.f, bias && n + 8 < rows.outputs ? mine[8] : 0.f, pair,
+                pair >= 0 ? __ldcg(share + pair) : 0.f};
     }
 
-    __device__ __forceinline__ void operator()(const Run& run, int tile, const float2 (&v)[UNITS]) const {
+    __device__ __forceinline__ void operator()(const Run& run, int tile, const float2 (&v)[UNITS],
+                                               const Ready& ready) const {
 #pragma unroll
         for (int q = 0; q < UNITS; ++q) {
             if (q > 1 && 8 * (q / 2) >= run.count) break;
-            const int from = __shfl_sync(FULL_WARP, pair, token_of(q));
-            const float times = __shfl_sync(FULL_WARP, part, token_of(q));
+            const int from = __shfl_sync(FULL_WARP, ready.pair, token_of(q));
+            const float times = __shfl_sync(FULL_WARP, ready.part, token_of(q));
             if (from < 0) continue;
             float* to = work + ((size_t)tile * shape.pairs + from) * 16 + row_of();
-            __stcg(to, times * (v[q].x + low));
-            __stcg(to + 8, times * (v[q].y + high));
+            __stcg(to, times * (v[q].x + ready.low));
+            __stcg(to + 8, times * (v[q].y + ready.high));
         }
         if (!counters || !warp_last_to_arrive(counters + tile, runs)) return;
         for (int t = lane_index() / 4; t < (rows.rows + 7) / 8 * 8; t += 8) rows.end(tile, t);
     }
 };
 
-extern "C" __global__ void __launch_bounds__(EXPERTS_THREADS, 1)
+/* Where sums of few rows leave them, registers for a block of experts_sum, which then waits beside this one. */
+constexpr int SUM_THREADS = 128, LEFT_THREADS = HOLDS_TOKENS ? SUM_THREADS : 0;
+
+extern "C" __global__ void __launch_bounds__(EXPERTS_THREADS + LEFT_THREADS, 1)
     experts_down_fast(const u8* w, const bf16* h, const float* bias, const int* expert, const float* share,
                       const int* first, const int* order, const int* tap_row, bf16* x, bf16* taps,
                       u32* counters, float* work, int rows, int used, int experts_, int outputs, int cols,
                       int range, int span, int room, int tap_at, int tap_cols) {
     const Shape shape{experts_, (outputs + 15) / 16, cols, rows * used, range, span, room};
     const Rows ends{expert, tap_row, x, taps, work, rows, used, outputs, tap_at, tap_cols};
-    KeepPairs sink{shape, ends, bias, share, counters, work, nullptr, 0, 0.f, 0.f, 0, 0.f};
+    KeepPairs sink{shape, ends, bias, share, counters, work, nullptr, 0};
     experts<true>(shape, w, Tokens{h, 1}, first, order, sink);
 }
 

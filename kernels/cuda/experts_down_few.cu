@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(FEW_THREADS, 2)
             ring.init(), barriers.init(Task{});
             for (int turn = halves.rank; turn < halves.turns; turn += 2)
                 mbarrier_arrive_expect(&arrived[turn], chosen.pairs * 64);
-            fill.run(halves, w, cols, tiles, ring, places.ring, SLOTS, true);
+            fill.run(halves, w, cols, tiles, ring, places, SLOTS, true);
         }
     }
     __syncthreads();
@@ -80,20 +80,30 @@ extern "C" __global__ void __launch_bounds__(FEW_THREADS, 2)
         const int pair = lane / 4, part = lane % 4;  // 16 rows of a pair by four lanes
         const int of_pair = chosen.of_pair[pair];
         const float times = of_pair >= 0 ? __ldcg(share + pair) : 0.f;
-        end_few(halves.pieces, places, barriers, [&](const Ending& ending) {
-            const Piece at = halves(ending.piece);
-            const int turn = halves.turn_of(ending.piece), from = 16 * at.tile + 4 * part;
-            const bool is_mine = of_pair == at.expert;
+        struct Ready {
+            bool is_mine;
+            float add[4];
+        };
+        const auto prepare = [&](int piece) {
+            const Piece at = halves(piece);
+            const int from = 16 * at.tile + 4 * part;
             const float* mine = bias + (size_t)at.expert * outputs + from;
-            float add[4], v[4];
+            Ready ready{of_pair == at.expert};
 #pragma unroll
-            for (int i = 0; i < 4; ++i) add[i] = bias && is_mine && from + i < outputs ? mine[i] : 0.f;
+            for (int i = 0; i < 4; ++i)
+                ready.add[i] = bias && ready.is_mine && from + i < outputs ? mine[i] : 0.f;
+            return ready;
+        };
+        end_few(halves.pieces, places, barriers, prepare, [&](const Ending& ending, const Ready& ready) {
+            const int turn = halves.turn_of(ending.piece);
+            const bool is_mine = ready.is_mine;
+            float v[4];
             ending.wait();
             if (is_mine) {
                 const float* own =
                     (const float*)(ending.sums + pair % 2 * 32 + part % 2 * 16 + pair / 2) + part / 2;
 #pragma unroll
-                for (int i = 0; i < 4; ++i) v[i] = times * (sum_of_warps(own + 8 * i) + add[i]);
+                for (int i = 0; i < 4; ++i) v[i] = times * (sum_of_warps(own + 8 * i) + ready.add[i]);
             }
             ending.done();
             if (is_mine)
@@ -102,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(FEW_THREADS, 2)
         });
         return;
     }
-    if (lane == 0) fill.run(halves, w, cols, tiles, ring, places.ring, 1 << 30, false);
+    if (lane == 0) fill.run(halves, w, cols, tiles, ring, places, 1 << 30, false);
     __syncwarp();
     if (ADDS && chosen.pairs == 0) return;
     for (int turn = halves.rank; turn < halves.turns; turn += 2) {

@@ -21,6 +21,7 @@
 #endif
 
 constexpr int MOST_PAIRS = 8, SLOTS = RING_SLOTS, SLOT_BYTES = SLOT_UNITS * WARPS * UNIT_SIZE;
+constexpr int SLOT_SCALES = SLOT_UNITS * WARPS * UNIT_SCALES;
 constexpr int PARTS = (CHUNKS + SLOT_UNITS - 1) / SLOT_UNITS;  // slots that a tile takes
 constexpr int FILLER = WARPS + FINISHERS;                      // the warp
 constexpr int FEW_THREADS = 32 * (FILLER + 1);
@@ -75,14 +76,16 @@ struct Turn {
 /* Where things lie in dynamic shared memory. */
 struct FewPlaces {
     float2* sums;           // [SUM_SETS][WARPS][UNITS][32]
-    unsigned char* ring;    // [SLOTS] SLOT_BYTES
+    unsigned char* ring;    // [SLOTS] SLOT_BYTES, from whole lines on as in memory
+    unsigned char* scales;  // [SLOTS] SLOT_SCALES
     unsigned char* tokens;  // [chunks][TOKEN_ROWS][64 bytes]
     float* rest;            // the kernel's own
 
     __device__ __forceinline__ FewPlaces(unsigned char* dynamic, int cols)
         : sums((float2*)dynamic),
           ring(dynamic + SUM_SETS * WARPS * UNITS * 32 * sizeof(float2)),
-          tokens(ring + SLOTS * SLOT_BYTES),
+          scales(ring + SLOTS * SLOT_BYTES),
+          tokens(scales + SLOTS * SLOT_SCALES),
           rest((float*)(tokens + units_of(cols) * UNIT_CHUNKS * TOKEN_ROWS * 64)) {}
 };
 
@@ -94,16 +97,21 @@ struct Fill {
     /* Up to `most` slots more. By one lane. */
     template <class Deal>
     __device__ __forceinline__ void run(const Deal& deal, const u8* w, int cols, int tiles, Ring& ring,
-                                        unsigned char* to, int most, bool is_first_turn) {
+                                        const FewPlaces& places, int most, bool is_first_turn) {
         const int units = units_of(cols);
         for (; piece < deal.pieces && most > 0; --most) {
             const Piece at = deal(piece);
-            const u8* from =
-                w + ((size_t)at.expert * tiles + at.tile) * units * UNIT_SIZE + part * SLOT_BYTES;
-            const u32 bytes = min(SLOT_UNITS * WARPS, units - part * SLOT_UNITS * WARPS) * UNIT_SIZE;
+            const TileOf tile(w, at.expert, at.tile, tiles, cols);
+            const int slot_units = min(SLOT_UNITS * WARPS, units - part * SLOT_UNITS * WARPS);
+            const u32 bytes = slot_units * UNIT_SIZE, scales = slot_units * UNIT_SCALES;
+            u64* const loaded = &ring.loaded[turn.slot];
             if (!is_first_turn) mbarrier_wait(&ring.freed[turn.slot], turn.parity ^ 1);
-            mbarrier_arrive_expect(&ring.loaded[turn.slot], bytes);
-            bulk_load_as(READ_ONCE, to + turn.slot * SLOT_BYTES, from, bytes, &ring.loaded[turn.slot]);
+            mbarrier_arrive_expect(loaded, bytes + scales);
+            bulk_load_as(READ_ONCE, places.ring + turn.slot * SLOT_BYTES, tile.at + part * SLOT_BYTES, bytes,
+                         loaded);
+            if (scales)
+                bulk_load_as(READ_ONCE, places.scales + turn.slot * SLOT_SCALES,
+                             tile.scales + part * SLOT_SCALES, scales, loaded);
             if (++part == PARTS) part = 0, ++piece;
             turn.next();
         }
@@ -135,6 +143,7 @@ __device__ __forceinline__ void multiply_few(int pieces, int cols, const FewPlac
     // Lanes of rows that are not there read the last one's: their sums are nobody's.
     const int lane = lane_index(), row = min(lane / 4, TOKEN_ROWS - 1);
     const unsigned char *weights = places.ring + warp_index() * UNIT_SIZE + 16 * lane,
+                        *scales = places.scales + warp_index() * UNIT_SCALES,
                         *tokens = places.tokens + warp_index() * TOKEN_UNIT + 64 * row + 16 * (lane % 4);
     float2* const sums = places.sums + warp_index() * UNITS * 32 + lane;
     Turn turn{0, 0};
@@ -147,13 +156,14 @@ __device__ __forceinline__ void multiply_few(int pieces, int cols, const FewPlac
             float acc[TOKEN_TILES][4] = {};
 #pragma unroll
             for (int part = 0; part < PARTS; ++part) {
-                const unsigned char* from = weights + turn.slot * SLOT_BYTES;
+                const unsigned char *from = weights + turn.slot * SLOT_BYTES,
+                                    *from_scales = scales + turn.slot * SLOT_SCALES;
                 mbarrier_wait(&ring.loaded[turn.slot], turn.parity);
                 Unit a[SLOT_UNITS];
 #pragma unroll
                 for (int i = 0; i < SLOT_UNITS; ++i)
                     if (const int u = part * SLOT_UNITS + i; u < CHUNKS && has_unit(u, cols))
-                        a[i].read(from + i * WARPS * UNIT_SIZE);
+                        a[i].read(from + i * WARPS * UNIT_SIZE, from_scales + i * WARPS * UNIT_SCALES);
 #pragma unroll
                 for (int i = 0; i < SLOT_UNITS; ++i)
                     if (const int u = part * SLOT_UNITS + i; u < CHUNKS && has_unit(u, cols))
@@ -200,10 +210,20 @@ struct Ending {
     __device__ __forceinline__ void done() const { mbarrier_arrive(&barriers.empty[piece % SUM_SETS]); }
 };
 
-/* Calls end(Ending), which waits and says when it is done, for every piece of a finishing warp's. */
-template <class End>
+/* Calls end(Ending, ready), which waits and says when it is done, for every piece of a finishing warp's.
+ * prepare(piece) asks for what is ready then, one piece ahead: behind all weights under way it takes as long
+ * as several pieces. */
+template <class Prepare, class End>
 __device__ __forceinline__ void end_few(int pieces, const FewPlaces& places, Barriers& barriers,
-                                        const End& end) {
-    for (int piece = warp_index() - WARPS; piece < pieces; piece += FINISHERS)
-        end(Ending{piece, places.sums + piece % SUM_SETS * WARPS * UNITS * 32, barriers});
+                                        const Prepare& prepare, const End& end) {
+    int piece = warp_index() - WARPS;
+    if (piece >= pieces) return;
+    auto soon = prepare(piece);
+    while (piece < pieces) {
+        const auto ready = soon;
+        const Ending ending{piece, places.sums + piece % SUM_SETS * WARPS * UNITS * 32, barriers};
+        piece += FINISHERS;
+        if (piece < pieces) soon = prepare(piece);
+        end(ending, ready);
+    }
 }

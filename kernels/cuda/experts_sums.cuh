@@ -2,10 +2,6 @@
 #pragma once
 #include "experts_units.cuh"
 
-#ifndef SUM_SETS
-#define SUM_SETS 2  // tiles whose sums are in shared memory
-#endif
-
 /* This lane's place in a set: made where it is used, not kept through a stream. */
 __device__ __forceinline__ float2* own_sums(float2* sums, int set) {
     const int thread = opaque(threadIdx.x);
@@ -13,12 +9,12 @@ __device__ __forceinline__ float2* own_sums(float2* sums, int set) {
 }
 
 /* A tile's sums of this warp to the finishing warp whose tile it is. place(set): this lane's in a set.
- * HAS_ODD: there are rows 1, 3, ... of the tokens. */
-template <bool HAS_ODD = true, class Place>
+ * HAS_ODD: there are rows 1, 3, ... of the tokens. IS_FREE: the set is known to be read. */
+template <bool HAS_ODD = true, bool IS_FREE = false, class Place>
 __device__ __forceinline__ void give_sums(float (&acc)[TOKEN_TILES][4], int ordinal, int count,
                                           const Place& place, Barriers& barriers) {
     const int set = ordinal % SUM_SETS;
-    mbarrier_wait(&barriers.empty[set], (ordinal / SUM_SETS & 1) ^ 1);
+    if (!IS_FREE) mbarrier_wait(&barriers.empty[set], (ordinal / SUM_SETS & 1) ^ 1);
     float2* const to = place(set);
 #pragma unroll
     for (int n = 0; n < TOKEN_TILES; ++n) {

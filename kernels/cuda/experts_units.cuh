@@ -15,14 +15,30 @@
 #endif
 
 constexpr int UNIT_K = MXFP4 || FP8 ? 64 : 32, UNIT_CHUNKS = UNIT_K / 32;
-constexpr int UNIT_SIZE = MXFP4 ? UNIT_BYTES : UNIT_CHUNKS * CHUNK_BYTES;
+constexpr int UNIT_SIZE = MXFP4 ? MXFP4_WORDS : UNIT_CHUNKS * CHUNK_BYTES;  // bytes, without scales
+constexpr int UNIT_SCALES = MXFP4 ? MXFP4_SCALES : 0;                       // that come with it
 
 __device__ __forceinline__ int units_of(int cols) { return (cols + UNIT_K - 1) / UNIT_K; }
 
-/* Bytes of a row tile. */
+/* From a row tile to the next, without scales that lie elsewhere. */
 __device__ __forceinline__ size_t unit_tile(int cols) {
     return FP8 ? fp8_tile(cols) : (size_t)units_of(cols) * UNIT_SIZE;
 }
+
+/* A row tile of an expert's weights: its first byte, and its scales, if it has some. */
+struct TileOf {
+    const char *at, *scales;
+
+    __device__ __forceinline__ TileOf(const u8* w, int expert, int tile, int tiles, int cols) {
+#if MXFP4
+        const Mxfp4Tile place(expert, tile, tiles, units_of(cols));
+        at = (const char*)w + place.words, scales = (const char*)w + place.scales;
+#else
+        at = (const char*)w + ((size_t)expert * tiles + tile) * unit_tile(cols);
+        scales = FP8 ? at + fp8_codes(cols) : nullptr;
+#endif
+    }
+};
 
 /* Whether a warp has unit u of its CHUNKS at most, which are dealt out in turn. */
 __device__ __forceinline__ bool has_unit(int u, int cols) {
@@ -34,7 +50,8 @@ __device__ __forceinline__ int own_units(int cols) {
     return (units_of(cols) - warp_index() + WARPS - 1) / WARPS;
 }
 
-/* A lane's part of a unit. `from` is where its first 16 bytes are: in memory, or in the copy of the unit. */
+/* A lane's part of a unit. `from` is where its first 16 bytes are: in memory, or in the copy of the unit;
+ * from_scales, of MXFP4, where its unit's scales are. */
 struct Unit {
 #if MXFP4
     uint4 words[1];
@@ -51,27 +68,22 @@ struct Unit {
     }
 #endif
 
-    __device__ __forceinline__ void load(const char* from) {
+    __device__ __forceinline__ void load(const char* from, const char* from_scales) {
         words[0] = load_stream<LEAVES_FIRST>(from);
 #if MXFP4
-        scales = load_stream_4(from + scales_at());
+        scales = load_stream_4(from_scales + lane_index() / 4 * 4);
 #else
         words[1] = load_stream<LEAVES_FIRST>(from + UNIT_SIZE / 2);
 #endif
     }
 
-    __device__ __forceinline__ void read(const unsigned char* from) {
+    __device__ __forceinline__ void read(const unsigned char* from, const unsigned char* from_scales) {
         words[0] = *(const uint4*)from;
 #if MXFP4
-        scales = *(const u32*)(from + scales_at());
+        scales = *(const u32*)(from_scales + lane_index() / 4 * 4);
 #else
         words[1] = *(const uint4*)(from + UNIT_SIZE / 2);
 #endif
-    }
-
-    static __device__ __forceinline__ int scales_at() {
-        const int lane = lane_index();
-        return UNIT_SCALES - 16 * lane + lane / 4 * 4;
     }
 };
 

@@ -19,8 +19,11 @@ struct Activate {
     float limit, alpha;
     const int* order;
     int runs;
-    float gate_bias, up_bias;
-    int pair;  // of the run's row lane_index()
+
+    struct Ready {
+        float gate_bias, up_bias;
+        int pair;  // of the run's row lane_index()
+    };
 
     /* Pairs of inactive rows get zeros. */
     __device__ __forceinline__ void begin() const {
@@ -30,23 +33,24 @@ struct Activate {
                 for (int f = lane_index(); f < ffn; f += 32) h[(size_t)r * ffn + f] = bf16{0};
     }
 
-    __device__ __forceinline__ void prepare(const Run& run, int of_expert, int tile) {
+    __device__ __forceinline__ Ready prepare(const Run& run, int of_expert, int tile) const {
         const int f = 8 * tile + row_of();
         const float* mine = bias + (size_t)of_expert * 2 * ffn + f;
         const bool has_bias = bias && f < ffn;
-        gate_bias = has_bias ? mine[0] : 0.f, up_bias = has_bias ? mine[ffn] : 0.f;
-        pair = lane_index() < run.count ? order[run.begin + lane_index()] : -1;
+        return {has_bias ? mine[0] : 0.f, has_bias ? mine[ffn] : 0.f,
+                lane_index() < run.count ? order[run.begin + lane_index()] : -1};
     }
 
-    __device__ __forceinline__ void operator()(const Run& run, int tile, const float2 (&v)[UNITS]) const {
+    __device__ __forceinline__ void operator()(const Run& run, int tile, const float2 (&v)[UNITS],
+                                               const Ready& ready) const {
         const int f = 8 * tile + row_of();
 #pragma unroll
         for (int q = 0; q < UNITS; ++q) {
             if (q > 1 && 8 * (q / 2) >= run.count) break;
-            const int to = __shfl_sync(FULL_WARP, pair, token_of(q));
+            const int to = __shfl_sync(FULL_WARP, ready.pair, token_of(q));
             if (to >= 0 && f < ffn)
                 h[(size_t)to * ffn + f] =
-                    to_bf16(activate(ACT, v[q].x + gate_bias, v[q].y + up_bias, limit, alpha));
+                    to_bf16(activate(ACT, v[q].x + ready.gate_bias, v[q].y + ready.up_bias, limit, alpha));
         }
     }
 };
@@ -56,6 +60,6 @@ extern "C" __global__ void __launch_bounds__(EXPERTS_THREADS, 1)
                     const int* order, bf16* h, float limit, float alpha, int pairs, int used, int experts_,
                     int ffn, int cols, int range, int span, int room) {
     const Shape shape{experts_, (ffn + 7) / 8, cols, pairs, range, span, room};
-    Activate sink{shape, bias, expert, h, ffn, limit, alpha, nullptr, 0, 0.f, 0.f, 0};
+    Activate sink{shape, bias, expert, h, ffn, limit, alpha, nullptr, 0};
     experts<false>(shape, w, Tokens{u, used}, first, order, sink);
 }

@@ -43,14 +43,14 @@ extern "C" __global__ void __launch_bounds__(FEW_THREADS, 2)
     Fill fill{0, 0, {0, 0}};
     if (warp_index() == FILLER) {
         chosen.make(expert, rows * used);
-        if (lane == 0) fill.run(Stretch(chosen, tiles), w, cols, tiles, ring, places.ring, SLOTS, true);
+        if (lane == 0) fill.run(Stretch(chosen, tiles), w, cols, tiles, ring, places, SLOTS, true);
     } else if (warp_index() < WARPS) {
         bring_few(u, cols, places.tokens);
     }
     __syncthreads();
     const Stretch stretch(chosen, tiles);
     if (warp_index() == FILLER) {
-        if (lane == 0) fill.run(stretch, w, cols, tiles, ring, places.ring, 1 << 30, false);
+        if (lane == 0) fill.run(stretch, w, cols, tiles, ring, places, 1 << 30, false);
         return;
     }
     if (warp_index() < WARPS) {
@@ -61,12 +61,19 @@ extern "C" __global__ void __launch_bounds__(FEW_THREADS, 2)
     for (int r = blockIdx.x * FINISHERS + warp_index() - WARPS; r < rows * used; r += gridDim.x * FINISHERS)
         if (chosen.of_pair[r] < 0)  // of an inactive row
             for (int f = lane; f < ffn; f += 32) h[(size_t)r * ffn + f] = bf16{0};
-    end_few(stretch.pieces, places, barriers, [&](const Ending& ending) {
-        const Piece at = stretch(ending.piece);
+    struct Ready {
+        Piece at;
+        float gate_bias, up_bias;
+    };
+    const auto prepare = [&](int piece) {
+        const Piece at = stretch(piece);
         const int f = 8 * at.tile + lane % 8;
         const float* mine = bias + (size_t)at.expert * 2 * ffn + f;
         const bool has_bias = bias && f < ffn;
-        const float gate_bias = has_bias ? mine[0] : 0.f, up_bias = has_bias ? mine[ffn] : 0.f;
+        return Ready{at, has_bias ? mine[0] : 0.f, has_bias ? mine[ffn] : 0.f};
+    };
+    end_few(stretch.pieces, places, barriers, prepare, [&](const Ending& ending, const Ready& ready) {
+        const int f = 8 * ready.at.tile + lane % 8;
         ending.wait();
         float2 v[(rows + 3) / 4];
 #pragma unroll
@@ -77,9 +84,10 @@ extern "C" __global__ void __launch_bounds__(FEW_THREADS, 2)
 #pragma unroll
         for (int i = 0; i < (rows + 3) / 4; ++i)
             if (const int row = lane / 8 + 4 * i; row < rows && f < ffn) {
-                const bf16 y = to_bf16(activate(ACT, v[i].x + gate_bias, v[i].y + up_bias, limit, alpha));
+                const bf16 y =
+                    to_bf16(activate(ACT, v[i].x + ready.gate_bias, v[i].y + ready.up_bias, limit, alpha));
                 for (int r = row * used; r < (row + 1) * used; ++r)
-                    if (chosen.of_pair[r] == at.expert) h[(size_t)r * ffn + f] = y;
+                    if (chosen.of_pair[r] == ready.at.expert) h[(size_t)r * ffn + f] = y;
             }
     });
 }

@@ -15,7 +15,9 @@ extern "C" __global__ void pack_mxfp4(const u8* blocks, const u8* scales, u8* pa
     const int lane = at % 32, unit = at / 32 % units, tile = at / 32 / units;
     if (tile >= tiles) return;
     u32 most = 0;
-    u8* to = packed + (((size_t)blockIdx.y * tiles + tile) * units + unit) * UNIT_BYTES;
+    const Mxfp4Tile place(blockIdx.y, tile, tiles, units);
+    u8 *words = packed + place.words + unit * MXFP4_WORDS,
+       *scales_to = packed + place.scales + unit * MXFP4_SCALES;
 #pragma unroll
     for (int which = 0; which < 4; ++which) {
         const int chunk = 2 * unit + which / 2, row = tile * stride + lane / 4;
@@ -25,10 +27,10 @@ extern "C" __global__ void pack_mxfp4(const u8* blocks, const u8* scales, u8* pa
         u32 word = 0;
 #pragma unroll
         for (int i = 0; i < 8; ++i) word |= place_e2m1(from >> 4 * i & 15, i);
-        *(u32*)(to + 16 * lane + 4 * which) = word;
+        *(u32*)(words + 16 * lane + 4 * which) = word;
         if (lane % 4 != which) continue;
         const u32 scale = is_there ? scales[block] : 0;
-        to[UNIT_SCALES + lane / 4 * 4 + which] = scale;
+        scales_to[lane / 4 * 4 + which] = scale;
         most = max(most, scale);
     }
     if (most > __ldcg(largest)) atomicMax(largest, most);

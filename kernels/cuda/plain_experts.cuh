@@ -23,20 +23,20 @@ struct ExpertRow {
         int row = is_up ? n - rows / 2 : n, height = PACKED == 2 ? 8 : 16, units = (cols + 63) / 64;
         int tiles = ((PACKED == 2 ? rows / 2 : rows) + height - 1) / height;
         is_bottom = PACKED == 2 ? is_up : row % 16 >= 8;
-        blocks = w + ((size_t)e * tiles + row / height) * units * UNIT_BYTES + row % 8 * 64;
-        scales = w + ((size_t)e * tiles + row / height) * units * UNIT_BYTES + UNIT_SCALES + row % 8 * 4;
+        const Mxfp4Tile place(e, row / height, tiles, units);
+        blocks = w + place.words + row % 8 * 64, scales = w + place.scales + row % 8 * 4;
     }
 
     __device__ __forceinline__ float operator[](int k) const {
         if (PACKED == 0) return e2m1_value(blocks[k / 2] >> k % 2 * 4 & 15, scales[k / 32]);
-        int at = k / 64 * UNIT_BYTES, which = k % 64 / 32 * 2 + is_bottom, pair = k % 8 / 2;
-        u32 word = *(const u32*)(blocks + at + k % 32 / 8 * 16 + 4 * which);
+        int unit = k / 64, which = k % 64 / 32 * 2 + is_bottom, pair = k % 8 / 2;
+        u32 word = *(const u32*)(blocks + unit * MXFP4_WORDS + k % 32 / 8 * 16 + 4 * which);
         u32 two = pair == 0   ? e2m1_pair<0>(word)
                   : pair == 1 ? e2m1_pair<1>(word)
                   : pair == 2 ? e2m1_pair<2>(word)
                               : e2m1_pair<3>(word);
         float times = k % 2 ? high_f32(two) : low_f32(two);
-        return times * 8.50705917e37f * power_of(scales[at + which]);
+        return times * 8.50705917e37f * power_of(scales[unit * MXFP4_SCALES + which]);
     }
 };
 #else

@@ -6,6 +6,10 @@
 #pragma once
 #include "skinny_tokens.cuh"
 
+#ifndef SUM_SETS
+#define SUM_SETS 2  // tiles whose sums are in shared memory
+#endif
+
 /* full: a tile's sums are written; one barrier a finishing warp, at least two, since a fast warp may be a
  * tile ahead. empty: a set of sums is read. arrived: the other
  * slices' sums, counted in bytes. Every lane arrives, for what it wrote or read itself: racecheck does
@@ -13,13 +17,13 @@
  * Qwen3-8B, 7.73 ms). */
 constexpr int FULL_BARRIERS = FINISHERS == 1 ? 2 : FINISHERS;
 struct Barriers {
-    u64 full[FULL_BARRIERS], empty[2], arrived[FINISHERS];
+    u64 full[FULL_BARRIERS], empty[SUM_SETS], arrived[FINISHERS];
 
     /* By one thread. */
     __device__ __forceinline__ void init(const Task& task) {
         for (int i = 0; i < FULL_BARRIERS; ++i) mbarrier_init(&full[i], 32 * WARPS);
         for (int i = 0; i < FINISHERS; ++i) mbarrier_init(&arrived[i], 1);
-        for (int set = 0; set < 2; ++set) mbarrier_init(&empty[set], 32);
+        for (int set = 0; set < SUM_SETS; ++set) mbarrier_init(&empty[set], 32);
         mbarrier_fence_init();
     }
 };

@@ -20,12 +20,14 @@ TOKEN_TILES = 1, 2, 4  # groups of 8 rows that kernels are compiled for
 UNIT = {"bf16": (32, 1024, 8), "mxfp4": (64, 544, 5), "fp8": (64, 1024, 10)}
 MOST_WARPS, MOST_AHEAD = 16, 3  # that stream; tiles on their way to registers
 RINGED, MOST_RING = ("mxfp4",), 4  # types whose weights come to a ring in shared memory; its tiles
+MOST_HELD = 8  # chunks of tokens that a warp keeps in registers, 4 a lane each
 OTHERS = 64  # registers of a lane that do not hold weights under way
 IN_FLIGHT = 50000  # bytes of weights a multiprocessor that should be under way at once
 LARGE_SCALE = 129  # of MXFP4: 4; the multiplication of experts_units.cuh then takes two steps
 ORDER_ROOM = 512  # as in experts.cuh
 MOST_EXPERTS, MOST_LISTED = 1024, 256  # of a layer; runs of a block
 STRETCHED_ROWS = 32  # up to which a block takes one stretch of all pieces
+SUM_THREADS = 128  # of a block of experts_sum, as in experts_down_fast.cu
 MERGED_ROWS = 4  # above, another kernel adds up the rows: fences beside the stream cost more
 NARROW_ROWS = {"mxfp4": 16}  # up to which runs have 8 rows, since hardly any expert has more
 STRIP = 20  # tiles, about, that the runs of an expert go over side by side in a prompt
@@ -67,12 +69,14 @@ def tile_bytes(cols, kind):
 @dataclass(frozen=True)
 class Frame:
     """What a launch of a cut is compiled for: groups of 8 rows; runs whose tokens, tiles whose sums and tiles
-    whose weights shared memory holds (ring 0: registers hold them)."""
+    whose weights shared memory holds (ring 0: registers hold them). holds: warps keep a run's tokens in
+    registers."""
 
     token_tiles: int
     buffers: int
     sets: int
     ring: int = 0
+    holds: bool = False
 
 
 MEASURED = {}  # (K, type, row) -> Cut
@@ -119,11 +123,16 @@ def frame(cut, cols, kind, experts, rows):
 
 def frames(cut, cols, kind, experts, token_tiles):
     """Frames that shared memory holds, best first: those with a ring, as large as there is room for."""
-    found = []
+    found, most = [], min(MOST_RING, max(cut.finishers, 2))
+    if token_tiles == 1 and cut.units * UNIT[kind][0] // CHUNK <= MOST_HELD:
+        holding = [Frame(1, 1, ring, ring, True) for ring in range(most, 1, -1)]
+        found = [one for one in holding if cut.shared(cols, kind, experts, one) + STATIC <= SHARED_PER_BLOCK][
+            :1
+        ]
     for buffers, sets in (2, 2), (1, 2), (1, 1):
         shape = Frame(token_tiles, buffers, sets)
         room = SHARED_PER_BLOCK - STATIC - cut.shared(cols, kind, experts, shape)
-        ring = min(room // tile_bytes(cols, kind), MOST_RING, max(cut.finishers, 2))
+        ring = min(room // tile_bytes(cols, kind), most)
         if ring > 0:
             found.append(replace(shape, ring=ring))
         if room >= 0:
@@ -143,6 +152,7 @@ def defines_of(cut, cols, kind, frame, act=0, has_large_scales=False):
         "TOKEN_TILES": frame.token_tiles, "TOKEN_BUFFERS": frame.buffers, "SUM_SETS": frame.sets,
         "STREAM_WARPS": cut.warps, "STEP_CHUNKS": cut.units, "STEPS_AHEAD": cut.ahead,
         "FINISH_WARPS": cut.finishers, "ASKED_TILES": cut.asked, "RING_TILES": frame.ring,
+        "HOLDS_TOKENS": int(frame.holds),
         "EVEN_UNITS": int(-(-cols // UNIT[kind][0]) == cut.warps * cut.units),
         "MXFP4": int(kind == "mxfp4"), "LARGE_SCALES": int(has_large_scales), "ACT": act,
     } | ({"FP8": 1} if kind == "fp8" else {})  # fmt: skip
@@ -299,6 +309,13 @@ def experts_down(backend, h, w, bias, expert, share, first, order, adds, tap_row
         sums = [expert, tap_row, x, taps, products, rows, used, w.rows, tap_at, tap_cols]
         blocks = min(-(-tiles * -(-rows // 8) // 4), 16 * backend.sms)
         backend.launch(
-            "experts_down_fast.cu", "experts_sum", blocks, 128, 0, sums, defines, dependent=backend.dependent
+            "experts_down_fast.cu",
+            "experts_sum",
+            blocks,
+            SUM_THREADS,
+            0,
+            sums,
+            defines,
+            dependent=backend.dependent,
         )
     return True

@@ -83,7 +83,8 @@ CUTS = [
     (experts.Cut(3, 0, 4, 3), experts.Frame(1, 2, 2)),
     (experts.Cut(3, 0, 1, 4), experts.Frame(1, 2, 2, 1)),
     (experts.Cut(3, 0, 1, 2, 2), experts.Frame(2, 2, 1, 2)),
-    (experts.Cut(3, 0, 1, 4), experts.Frame(1, 1, 2, 4)),
+    (experts.Cut(3, 0, 1, 4), experts.Frame(1, 1, 4, 4, True)),
+    (experts.Cut(3, 0, 1, 4), experts.Frame(1, 1, 2, 3, True)),
 ]
 
 
@@ -279,8 +280,13 @@ def test_true_shapes_keep_to_registers_and_stream(model, arch, tmp_path):
             cubin, log = compiler.compile_cubin(
                 f"{row}_fast.cu", arch, {name: str(value) for name, value in defines.items()}
             )
-            for name, used in compiler.resources(log).items():
+            used_by = compiler.resources(log)
+            for name, used in used_by.items():
                 assert (used.stack, used.spill_stores, used.spill_loads) == (0, 0, 0), f"{name}: {defines}"
+            if row == "experts_down" and shape.holds:  # experts_sum waits beside it
+                both = (used_by["experts_down_fast"].registers, cut.threads(shape)), (
+                    used_by["experts_sum"].registers, experts.SUM_THREADS)  # fmt: skip
+                assert sum(-(-each // 8) * 8 * threads for each, threads in both) <= 65536
             cubins.append((f"{row}_fast", cubin))
             streams.append("UBLKCP" if shape.ring else "LDG.E 128 NA LTC256B CONSTANT")
     wanted = ["HMMA.16816.F32.BF16", "LDS 128", "SYNCS", "LDGSTS", "ACQBULK", "PREEXIT"]

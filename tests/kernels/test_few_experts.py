@@ -11,7 +11,7 @@ from tests.disassembly import assert_instructions, cards, disassemble_all, leave
 from tests.fast_rows import fast_run, on_gpu_backends
 from tests.kernels import test_experts_down, test_route
 from tests.kernels.test_compile import needs_nvrtc
-from tests.kernels.test_fast_experts import BOTH, CARDS, TRUE, TYPES
+from tests.kernels.test_fast_experts import BOTH, CARDS, TRUE, TYPES, dealt
 
 USED = {  # of TRUE
     "coder": 8, "gpt-oss-120b": 4, "gpt-oss-20b": 4, "gpt-oss-bf16": 4, "gemma-4-26b": 8,
@@ -56,6 +56,23 @@ def test_few_pairs_have_the_bits_of_many(
     assert f"{name}_fast" in launched and f"{name}_few" not in launched
     for argument, value in many.items():
         assert_same_bits(few[argument], value, argument)
+
+
+@on_gpu_backends
+@TYPES
+@BOTH
+def test_a_tile_may_take_several_slots(ops, rng, name, make, terms, what, weights, launched, monkeypatch):
+    """Three warps, so that each has two to four units of a tile, and slots of one unit or two."""
+    case, known = make(ops, rng, 1, 9, 4, *((328, 77) if name == "experts_up" else (77, 328)), weights)
+    cut = dealt(experts.Cut(3, 0, 1), 328, weights)
+    monkeypatch.setattr(experts, "choose", lambda *_: cut)
+    many = with_few(0, monkeypatch, lambda: fast_run(ops, name, case, **known))
+    for units in 1, 2:
+        monkeypatch.setattr(experts_few, "MOST_SLOT", units * cut.warps * experts.UNIT[weights][1])
+        few = with_few(8, monkeypatch, lambda: fast_run(ops, name, case, **known))
+        assert f"{name}_few" in launched
+        for argument, value in many.items():
+            assert_same_bits(few[argument], value, argument)
 
 
 @on_gpu_backends
