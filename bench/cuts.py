@@ -124,6 +124,6 @@ def words(cut):
     return f"{cut.slices} slices, {cut.blocks}x{cut.warps} warps, {cut.chunks}x{cut.ahead} chunks, {ends}"
 
 
-def line(outputs, cols, sms, cut, card, commit, source):
+def line(outputs, cols, sms, cut, card, commit, source, weights="bf16"):
     """A line of kernels/gpu/cuts.csv."""
-    return ",".join(map(str, (outputs, cols, sms, *map(int, astuple(cut)), card, commit, source)))
+    return ",".join(map(str, (outputs, cols, sms, weights, *map(int, astuple(cut)), card, commit, source)))

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import cuts
 from minidflash.kernels import launch
-from minidflash.kernels.gpu import attend_fast, fast, split
+from minidflash.kernels.gpu import attend_fast, fast, fp8, split
 from round import FP8, copy_bandwidth, passes
 from shapes import SHAPES, fill_caches, random_engine, set_context
 
@@ -35,23 +35,23 @@ TOGETHER = 4  # launches a timing
 
 
 @contextmanager
-def in_use(how, device):
-    """The cuts, macros and tuning of a variant, for what is recorded meanwhile."""
-    measured, plain, function = dict(split.MEASURED), fast.FAST["attend"], launch.CudaDevice.function
+def in_use(how, device, table):
+    """The cuts, macros and tuning of a variant, for what is recorded meanwhile. table: of cuts."""
+    measured, plain, function = dict(table), fast.FAST["attend"], launch.CudaDevice.function
     macros = how.get("macros", {})
 
     def with_macros(self, file, name, defines=None):
         return function(self, file, name, {**(defines or {}), **macros.get(str(file), {})})
 
-    split.MEASURED.update({(*shape, device.sms): cut for shape, cut in how.get("cuts", {}).items()})
+    table.update({(*shape, device.sms): cut for shape, cut in how.get("cuts", {}).items()})
     fast.FAST["attend"] = partial(attend_fast.attend, **how.get("attend", {}))
     launch.CudaDevice.function = with_macros
     split.choose.cache_clear()
     try:
         yield
     finally:
-        split.MEASURED.clear()
-        split.MEASURED.update(measured)
+        table.clear()
+        table.update(measured)
         fast.FAST["attend"], launch.CudaDevice.function = plain, function
         split.choose.cache_clear()
 
@@ -102,7 +102,9 @@ def main():
     args = parser.parse_args()
     ops = md.ops("cuda")
     device = ops.backend.device
-    measured = {(n, k): cut for (n, k, sms), cut in split.MEASURED.items() if sms == device.sms}
+    table = split.MEASURED if args.fp8 == "none" else fp8.MEASURED
+    known_cuts = split.MEASURED | table
+    measured = {(n, k): cut for (n, k, sms), cut in known_cuts.items() if sms == device.sms}
     variants = runpy.run_path(args.file)["variants"](split.Split, measured)
     print(f"{device.name()}, copy {copy_bandwidth(ops) / 1e12:.3f} TB/s", flush=True)
     engine, _ = random_engine(ops, args.shape, args.context + 256, fp8=FP8[args.fp8])
@@ -113,12 +115,12 @@ def main():
     parts = {name: known[name] for name in args.parts}
     wanted, programs = set(), {}
     for how in variants.values():
-        with noted(wanted, ops.backend), in_use(how, device):
+        with noted(wanted, ops.backend), in_use(how, device, table):
             for fn in parts.values():
                 ops.program(fn, bucket)
     cuts.compile_all(device.arch, wanted)
     for label, how in variants.items():
-        with in_use(how, device):
+        with in_use(how, device, table):
             for name, fn in parts.items():
                 programs[label, name] = ops.program(fn, bucket)
     for asked, function in device._functions.items():

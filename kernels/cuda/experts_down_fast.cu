@@ -93,7 +93,7 @@ struct KeepPairs {
     }
 };
 
-/* Where sums of few rows leave them, registers for a block of experts_sum, which then waits beside this one. */
+/* Of few rows registers are left for a block of experts_sum, which then waits beside this one. */
 constexpr int SUM_THREADS = 128, LEFT_THREADS = HOLDS_TOKENS ? SUM_THREADS : 0;
 
 extern "C" __global__ void __launch_bounds__(EXPERTS_THREADS + LEFT_THREADS, 1)

@@ -101,7 +101,6 @@ def launch(backend, file, kernel, tiles, cut, w, rows, args, is_normed=False, to
     defines: of the kernel's own, besides its cut's.
     """
     cols = w.cols
-    cut = fp8.cut_of(cut, w)
     for here, count in cut.passes(cols, rows, is_normed):
         token_tiles = cut.token_tiles(count)
         grid, shared = cut.grid(tiles, backend.sms), cut.shared(cols, token_tiles, is_normed)
@@ -137,7 +136,7 @@ def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, v_norm,
     shares = wkv.rows == groups * size
     # Its successor may start once all blocks of this kernel have seen their predecessor end: attend asks for
     # older keys before its own wait, and those must be whole.
-    cut = replace(split.choose(wq.rows + wkv.rows, cols, backend.sms), early=False)
+    cut = replace(fp8.cut_of(backend, wq, wkv), early=False)
 
     def args(here, count):
         return [
@@ -157,7 +156,7 @@ def qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, v_norm,
 def linear(backend, a, w, bias, work, y):
     if w.layout != "packed":
         return None
-    cut, tiles = split.choose(w.rows, w.cols, backend.sms), tiles_of(w.rows)
+    cut, tiles = fp8.cut_of(backend, w), tiles_of(w.rows)
 
     def args(here, count):
         return [w.data, a[here], bias, y[here], work, work[COUNTERS:], count, w.rows, w.cols, cut.slices]
@@ -168,7 +167,7 @@ def linear(backend, a, w, bias, work, y):
 def linear_add(backend, a, w, bias, norm, eps, scale, tap_row, tap_at, x, taps, work):
     if w.layout != "packed":
         return None
-    cut, tiles = split.choose(w.rows, w.cols, backend.sms), tiles_of(w.rows)
+    cut, tiles = fp8.cut_of(backend, w), tiles_of(w.rows)
     tap_cols = 0 if taps is None else taps.shape[1]
     tap_row = None if taps is None else tap_row
     if norm is not None or scale is not None:
@@ -206,7 +205,7 @@ def join(backend, a, b, a_norm, b_norm, norm, eps, scale, tap_row, tap_at, x, ta
 def gate_up(backend, x, norm, eps, act, w, work, h):
     if w.layout != PAIRED:
         return None
-    cut, tiles, ffn = split.choose(w.rows, w.cols, backend.sms), tiles_of(w.rows, True), h.shape[1]
+    cut, tiles, ffn = fp8.cut_of(backend, w), tiles_of(w.rows, True), h.shape[1]
 
     def args(here, count):
         return [w.data, x[here], norm, h[here], work, work[COUNTERS:], eps, count, ffn, w.cols, cut.slices]
@@ -221,7 +220,7 @@ def gate_up(backend, x, norm, eps, act, w, work, h):
 def head(backend, x, pick, norm, eps, w, limit, ids, margin, work):
     if w.layout != "packed":
         return None
-    cut, tiles = split.choose(w.rows, w.cols, backend.sms, whole=True), tiles_of(w.rows)
+    cut, tiles = fp8.cut_of(backend, w, whole=True), tiles_of(w.rows)
 
     def args(here, count):
         out = [ids] if margin is None else [ids, margin]
@@ -285,7 +284,7 @@ def _logits(backend, x, pick, norm, eps, w, work, logits):
     """logits[i] = head of row i of x, of row pick[i] when given."""
     if wide.logits(backend, x, pick, norm, eps, w, work, logits):
         return True
-    cut, tiles = split.choose(w.rows, w.cols, backend.sms, whole=True), tiles_of(w.rows)
+    cut, tiles = fp8.cut_of(backend, w, whole=True), tiles_of(w.rows)
 
     def args(here, count):
         rows = (x[here], None) if pick is None else (x, pick[here])
@@ -299,7 +298,7 @@ def _logits(backend, x, pick, norm, eps, w, work, logits):
 def fuse(backend, taps, w, norm, eps, work, f):
     if w.layout != "packed":
         return None
-    cut, tiles = split.choose(w.rows, w.cols, backend.sms), tiles_of(w.rows)
+    cut, tiles = fp8.cut_of(backend, w), tiles_of(w.rows)
 
     def args(here, count):
         return [
@@ -323,7 +322,7 @@ def inject(backend, f, wkv, kv_bias, k_norm, eps, cos, sin, slot, pos, at, cache
     layers, slots, groups, cached, size = cache_k.shape
     if wkv.layout != "packed" or not has_room(layers * 2 * groups, size):
         return None
-    cut, tiles = split.choose(wkv.rows, wkv.cols, backend.sms), tiles_of(wkv.rows)
+    cut, tiles = fp8.cut_of(backend, wkv), tiles_of(wkv.rows)
 
     def args(here, count):
         return [

@@ -8,6 +8,7 @@ import numpy as np
 
 from ..fp8 import BLOCK, SCALE_ROWS, scale_shape
 from ..weight import EXPERT_PAIRS, PAIRS, Weight
+from . import split
 from .split import CHUNK, tiling
 
 MOST_CHUNKS = 16  # of a step: a lane has each scale
@@ -18,19 +19,27 @@ def pieces(whole, each):
     return -(-whole // each)
 
 
+MEASURED = split.read(split.CUTS, "fp8")
+
+
 def recut(cut, cols):
-    """The Split of a product in FP8 that is cut so in bf16: where 16 warps share a tile evenly and the cut's
-    warps do not, 16. Measured: 12 to 16 warps, gate and up rows of Qwen3-8B, 3.7 us a layer (H200, 16 rows).
-    """
+    """The Split of a product in FP8 that is cut so in bf16 and was not measured itself: where 16 warps share a
+    tile evenly and the cut's warps do not, 16. Measured: 12 to 16 warps, gate and up of Qwen3-8B, 3.7 us a
+    layer (H200, 16 rows)."""
     chunks = pieces(pieces(cols, CHUNK), cut.slices)
     if chunks % cut.warps and not chunks % 16 and cut.warps < 16 and cut.blocks == 1:
         return replace(cut, warps=16, chunks=4, ahead=1)
     return cut
 
 
-def cut_of(cut, w):
-    """The Split of a product with such a weight that is cut so in bf16."""
-    return recut(cut, w.cols) if w.dtype == "fp8" else cut
+def cut_of(backend, *weights, whole=False):
+    """The Split by which the skinny family sums a product of one matrix or two that are alike, of whatever
+    weights. whole: as split.choose's."""
+    rows, cols, sms = sum(w.rows for w in weights), weights[0].cols, backend.sms
+    cut = split.choose(rows, cols, sms, whole)
+    if weights[0].dtype != "fp8":
+        return cut
+    return MEASURED.get((rows, cols, sms)) or recut(cut, cols)
 
 
 def defines(cut, chunks, ahead, cols):

@@ -110,10 +110,12 @@ class Split:
         return self.slices * (SQUARES + tiles * TILE * ROWS)
 
 
-def read(text):
-    """(N, K, multiprocessors) -> Split, from text in the form of cuts.csv."""
+def read(text, weights="bf16"):
+    """(N, K, multiprocessors) -> Split, of text in the form of cuts.csv what is said of such weights."""
     found = {}
     for row in csv.DictReader(text.splitlines()):
+        if row["weights"] != weights:
+            continue
         numbers = {field.name: field.type(int(row[field.name])) for field in fields(Split)}
         found[int(row["N"]), int(row["K"]), int(row["sms"])] = Split(**numbers)
     return found
@@ -121,7 +123,8 @@ def read(text):
 
 # cuts.csv, a line a cut: the best of bench/gemm.py at 16 rows with dependent launch, or of bench/variants.py
 # in whole passes; on which card, at which commit, and where its numbers are written down.
-MEASURED = read((resources.files(__package__) / "cuts.csv").read_text(encoding="utf-8"))
+CUTS = (resources.files(__package__) / "cuts.csv").read_text(encoding="utf-8")
+MEASURED = read(CUTS)
 
 
 @cache

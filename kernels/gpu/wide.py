@@ -43,12 +43,6 @@ def is_allowed(backend):
     return backend.wide and backend.activations == "bf16"
 
 
-def cut_of(backend, *weights, whole=False):
-    """The Split by which the skinny family sums a product of one matrix or two."""
-    cut = split.choose(sum(w.rows for w in weights), weights[0].cols, backend.sms, whole)
-    return fp8.cut_of(cut, weights[0])
-
-
 def is_wide(cut, rows, is_normed, *weights):
     """Whether the skinny family would read these weights more than once, and this one can."""
     (dtype, *others), cols = {w.dtype for w in weights}, weights[0].cols
@@ -184,7 +178,7 @@ def end_heads(backend, laid, kernel, heads, size, cos, args, defines):
 
 def wants_qkv(backend, x, norm, eps, wq, wkv, q_bias, kv_bias, q_norm, k_norm, v_norm, cos, sin, slot, pos,
               at, cache_k, cache_v, work, q):  # fmt: skip
-    (_, heads, size), groups, cut = q.shape, cache_k.shape[1], cut_of(backend, wq, wkv)
+    (_, heads, size), groups, cut = q.shape, cache_k.shape[1], fp8.cut_of(backend, wq, wkv)
     if not are_packed(wq, wkv) or not is_wide(cut, len(x), norm is not None, wq, wkv):
         return None
     return Wanted(x, norm, eps, cut, work, wq.rows + wkv.rows) if has_room(heads + 2 * groups, size) else None
@@ -209,7 +203,7 @@ def qkv(backend, *args):
 
 
 def linear(backend, a, w, bias, work, y):
-    cut = cut_of(backend, w)
+    cut = fp8.cut_of(backend, w)
     if w.layout != "packed" or not is_wide(cut, len(a), False, w):
         return None
     for here, _ in passes(len(a)):
@@ -219,7 +213,7 @@ def linear(backend, a, w, bias, work, y):
 
 
 def wants_linear_add(backend, a, w, bias, norm, eps, scale, tap_row, tap_at, x, taps, work):
-    cut, is_normed = cut_of(backend, w), norm is not None or scale is not None
+    cut, is_normed = fp8.cut_of(backend, w), norm is not None or scale is not None
     if w.layout != "packed" or not is_wide(cut, len(a), False, w) or (is_normed and w.rows > MOST_OUTPUTS):
         return None
     return Wanted(a, None, 0.0, cut, work, w.rows)
@@ -260,7 +254,7 @@ def next_normed(backend, x, work, y):
 
 
 def wants_gate_up(backend, x, norm, eps, act, w, work, h):
-    cut = cut_of(backend, w)
+    cut = fp8.cut_of(backend, w)
     if w.layout != PAIRED or not is_wide(cut, len(x), norm is not None, w):
         return None
     return Wanted(x, norm, eps, cut, work, split.TILE * tiles_of(w.rows, True))
@@ -304,7 +298,7 @@ WANTS = {"qkv": wants_qkv, "gate_up": wants_gate_up, "linear_add": wants_linear_
 
 
 def head(backend, x, pick, norm, eps, w, limit, ids, margin, work):
-    cut = cut_of(backend, w, whole=True)
+    cut = fp8.cut_of(backend, w, whole=True)
     if w.layout != "packed" or not is_wide(cut, len(pick), True, w):
         return None
     margins = {"WITH_MARGIN": int(margin is not None)}
@@ -322,7 +316,7 @@ def head(backend, x, pick, norm, eps, w, limit, ids, margin, work):
 
 def logits(backend, x, pick, norm, eps, w, work, out):
     """out[i] = head of row i of x, of row pick[i] when given; out may lie in work. None: declined."""
-    cut = cut_of(backend, w, whole=True)
+    cut = fp8.cut_of(backend, w, whole=True)
     if not is_allowed(backend) or not is_wide(cut, len(out), True, w):
         return None
     behind = COUNTERS + split.SQUARES + up(out.size)
@@ -334,7 +328,7 @@ def logits(backend, x, pick, norm, eps, w, work, out):
 
 
 def fuse(backend, taps, w, norm, eps, work, f):
-    cut = cut_of(backend, w)
+    cut = fp8.cut_of(backend, w)
     if w.layout != "packed" or not is_wide(cut, len(taps), False, w) or w.rows > MOST_OUTPUTS:
         return None
     for here, _ in passes(len(taps)):
@@ -346,7 +340,7 @@ def fuse(backend, taps, w, norm, eps, work, f):
 
 def inject(backend, f, wkv, kv_bias, k_norm, eps, cos, sin, slot, pos, at, cache_k, cache_v, work):
     layers, slots, groups, cached, size = cache_k.shape
-    cut = cut_of(backend, wkv)
+    cut = fp8.cut_of(backend, wkv)
     if wkv.layout != "packed" or not is_wide(cut, len(f), False, wkv):
         return None
     if not has_room(layers * 2 * groups, size):

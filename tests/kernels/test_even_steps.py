@@ -17,8 +17,8 @@ FP8 = {"qkv": (6144, 4096), "linear_add": (4096, 12288), "gate_up": (24576, 4096
 
 def even(name, outputs, cols, dtype, token_tiles):
     """-D of a product's kernel whose steps are even, or None."""
-    w = SimpleNamespace(dtype=dtype, cols=cols)
-    cut = fp8.cut_of(split.choose(outputs, cols, 132, whole=name == "head"), w)
+    w = SimpleNamespace(dtype=dtype, rows=outputs, cols=cols)
+    cut = fp8.cut_of(SimpleNamespace(sms=132), w, whole=name == "head")
     defines = fast.defines_of(cut, token_tiles, w)
     return defines if defines.get("EVEN_STEPS") else None
 
@@ -29,8 +29,8 @@ def test_steps_are_even_where_every_warp_has_all_chunks_of_each(token_tiles, dty
     """Counted as skinny_task.cuh deals them out: a slice's chunks in turn."""
     seen = set()
     for outputs, cols, sms in [*split.MEASURED, (4096, 4096 - 32, 132), (640, 100, 132)]:
-        w = SimpleNamespace(dtype=dtype, cols=cols)
-        cut = fp8.cut_of(split.choose(outputs, cols, sms), w)
+        w = SimpleNamespace(dtype=dtype, rows=outputs, cols=cols)
+        cut = fp8.cut_of(SimpleNamespace(sms=sms), w)
         defines, chunks = fast.defines_of(cut, token_tiles, w), -(-cols // split.CHUNK)
         ends = [chunks * slice_ // cut.slices for slice_ in range(cut.slices + 1)]
         own = {

@@ -7,12 +7,12 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
-from minidflash.kernels.gpu import split
+from minidflash.kernels.gpu import fp8, split
 
 from tests.kernels.test_fast_bits import MEASURED, NORMED
 
 ROOT = Path(__file__).resolve().parents[2]
-COLUMNS = "N,K,sms,slices,blocks,warps,chunks,ahead,finishers,cluster,early,asked,card,commit,source"
+COLUMNS = "N,K,sms,weights,slices,blocks,warps,chunks,ahead,finishers,cluster,early,asked,card,commit,source"
 TEXT = resources.files("minidflash.kernels.gpu").joinpath("cuts.csv").read_text(encoding="utf-8")
 LINES = list(csv.DictReader(TEXT.splitlines()))
 MODULES = {
@@ -27,25 +27,37 @@ def cuts(monkeypatch):
     return importlib.import_module("cuts")
 
 
+TABLES = {"bf16": split.MEASURED, "fp8": fp8.MEASURED}
+
+
 def key(line):
     return int(line["N"]), int(line["K"]), int(line["sms"])
 
 
+def name_of(line):
+    return "x".join(map(str, key(line))) + f"-{line['weights']}"
+
+
+def cut_of(line):
+    return TABLES[line["weights"]][key(line)]
+
+
 def test_no_product_stands_twice():
     assert TEXT.splitlines()[0] == COLUMNS
-    assert sorted(map(key, LINES)) == sorted(split.MEASURED)
+    every = [(weights, *known) for weights, table in TABLES.items() for known in table]
+    assert sorted((line["weights"], *key(line)) for line in LINES) == sorted(every)
 
 
 def kernels():
     return [(name, shape) for name, shapes in MEASURED.items() for shape in shapes]
 
 
-@pytest.mark.parametrize("line", LINES, ids=lambda line: "x".join(map(str, key(line))))
+@pytest.mark.parametrize("line", LINES, ids=name_of)
 def test_a_line_is_a_cut_that_can_run(line, cuts):
     assert None not in line and None not in line.values() and all(line.values()), "fields"
     assert {line["cluster"], line["early"]} <= {"0", "1"}
     outputs, cols, sms = key(line)
-    cut = split.MEASURED[outputs, cols, sms]
+    cut = cut_of(line)
     tiles, chunks = -(-outputs // split.TILE), -(-cols // split.CHUNK)
     (name,) = (name for name, shape in kernels() if shape == (outputs, cols))
     assert cut.fits(cols, 2, is_normed=name in NORMED), "a block of 16 rows is one pass"
@@ -53,11 +65,11 @@ def test_a_line_is_a_cut_that_can_run(line, cuts):
     assert cut.slices == 1 or (tiles <= split.MOST_SLICED_TILES and name != "head")
     assert min(cut.blocks, cut.warps, cut.chunks, cut.ahead, cut.finishers) >= 1 and cut.asked >= 0
     assert cut.threads <= 1024 and (cut.cluster is False or cut.slices > 1)
-    told = cuts.line(outputs, cols, sms, cut, line["card"], line["commit"], line["source"])
+    told = cuts.line(outputs, cols, sms, cut, line["card"], line["commit"], line["source"], line["weights"])
     assert told.split(",") == list(line.values()), "bench/gemm.py prints such lines"
 
 
-@pytest.mark.parametrize("line", LINES, ids=lambda line: "x".join(map(str, key(line))))
+@pytest.mark.parametrize("line", LINES, ids=name_of)
 def test_a_line_says_where_it_was_measured(line, cuts):
     outputs, cols, sms = key(line)
     assert line["card"] in MODULES[sms]
@@ -71,11 +83,13 @@ def test_a_line_says_where_it_was_measured(line, cuts):
     of_it = [one for one in found["results"] if (one["outputs"], one["cols"]) == (outputs, cols)]
     what = "cuts_at_16_rows_dependent_us"
     tried = [one[what] for one in of_it if what in one]
-    assert min(tried[0], key=tried[0].get) == cuts.words(split.MEASURED[outputs, cols, sms])
+    assert min(tried[0], key=tried[0].get) == cuts.words(cut_of(line))
 
 
 def test_what_is_read_is_what_is_chosen():
     """The file in its own words: a changed order of columns changes nothing."""
-    names = "sms,asked,early,cluster,finishers,ahead,chunks,warps,blocks,slices,K,N,source"
-    text = f"{names}\n132,7,1,0,4,3,2,9,1,1,64,32,x\n"
-    assert split.read(text) == {(32, 64, 132): split.Split(1, 1, 9, 2, 3, 4, False, True, 7)}
+    names = "sms,asked,early,cluster,finishers,ahead,chunks,warps,blocks,slices,K,N,weights,source"
+    text = f"{names}\n132,7,1,0,4,3,2,9,1,1,64,32,bf16,x\n132,7,1,0,4,3,2,8,1,1,64,32,fp8,x\n"
+    for warps, weights in (9, "bf16"), (8, "fp8"):
+        found = split.Split(1, 1, warps, 2, 3, 4, False, True, 7)
+        assert split.read(text, weights) == {(32, 64, 132): found}
