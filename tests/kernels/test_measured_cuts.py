@@ -5,6 +5,7 @@ import importlib
 import json
 from importlib import resources
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from minidflash.kernels.gpu import fp8, split
@@ -93,3 +94,10 @@ def test_what_is_read_is_what_is_chosen():
     for warps, weights in (9, "bf16"), (8, "fp8"):
         found = split.Split(1, 1, warps, 2, 3, 4, False, True, 7)
         assert split.read(text, weights) == {(32, 64, 132): found}
+
+
+def test_weights_of_either_kind_are_cut_as_they_were_measured():
+    for dtype, table in TABLES.items():
+        for (outputs, cols, sms), cut in table.items():
+            w = SimpleNamespace(dtype=dtype, rows=outputs, cols=cols)
+            assert fp8.cut_of(SimpleNamespace(sms=sms), w) == cut
