@@ -64,11 +64,11 @@ def work_size(backend, rows, cols, outputs):
     pieces = max(attend_fast.work_size(backend), experts.work_size(rows, outputs))
     if not outputs:
         return pieces
-    cut = split.choose(outputs, cols, backend.sms)
+    cuts = fp8.every_cut(outputs, cols, backend.sms)
     tiles = -(-outputs // TILE) + 2  # two matrices round up twice
     # Rows that are normed as wholes, and their squares a tile; bests of head and their margins.
     finished = split.ROWS * max(outputs + tiles, 3 * 16 * backend.sms)
-    return max(pieces, cut.work(tiles) + finished)
+    return max(pieces, *(cut.work(tiles) + finished for cut in cuts))
 
 
 def defines_of(cut, token_tiles, w=None):

@@ -32,14 +32,16 @@ def recut(cut, cols):
     return cut
 
 
+def every_cut(outputs, cols, sms, whole=False):
+    """The Splits of a product of bf16 and of FP8. whole: as split.choose's."""
+    cut = split.choose(outputs, cols, sms, whole)
+    return cut, MEASURED.get((outputs, cols, sms)) or recut(cut, cols)
+
+
 def cut_of(backend, *weights, whole=False):
-    """The Split by which the skinny family sums a product of one matrix or two that are alike, of whatever
-    weights. whole: as split.choose's."""
-    rows, cols, sms = sum(w.rows for w in weights), weights[0].cols, backend.sms
-    cut = split.choose(rows, cols, sms, whole)
-    if weights[0].dtype != "fp8":
-        return cut
-    return MEASURED.get((rows, cols, sms)) or recut(cut, cols)
+    """The Split by which the skinny family sums a product of one matrix or two that are alike."""
+    cuts = every_cut(sum(w.rows for w in weights), weights[0].cols, backend.sms, whole)
+    return cuts[weights[0].dtype == "fp8"]
 
 
 def defines(cut, chunks, ahead, cols):

@@ -78,13 +78,14 @@ def work_size(rows, cols, outputs, sms):
     """f32 behind the counters: of a product, and of logits of all rows with a pass behind them."""
     if not outputs:
         return 0
-    cut, most = split.choose(outputs, cols, sms), min(rows, ROWS)
-    bound = (
-        -(-cols // (2 * split.CHUNK)) + cut.slices * MOST_WARPS // 2
-    )  # of any cut: half a step a warp more
-    return sum(sizes(most, cut, sms, bound)) + max(
-        cut.slices * most * outputs, split.SQUARES + up(rows * outputs)
-    )
+    most = min(rows, ROWS)
+
+    def of(cut):
+        bound = -(-cols // (2 * split.CHUNK)) + cut.slices * MOST_WARPS // 2  # steps: half a one a warp more
+        room = max(cut.slices * most * outputs, split.SQUARES + up(rows * outputs))
+        return sum(sizes(most, cut, sms, bound)) + room
+
+    return max(map(of, fp8.every_cut(outputs, cols, sms)))
 
 
 def tree_of(cut):

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from minidflash.kernels.gpu import fp8, split
+from minidflash.kernels.gpu import fast, fp8, split, wide
 
 from tests.kernels.test_fast_bits import MEASURED, NORMED
 
@@ -101,3 +101,13 @@ def test_weights_of_either_kind_are_cut_as_they_were_measured():
         for (outputs, cols, sms), cut in table.items():
             w = SimpleNamespace(dtype=dtype, rows=outputs, cols=cols)
             assert fp8.cut_of(SimpleNamespace(sms=sms), w) == cut
+
+
+def test_the_workspace_holds_the_sums_of_either_kind_of_weights(monkeypatch):
+    def sizes():
+        backend = SimpleNamespace(sms=132)
+        return fast.work_size(backend, 16, 4096, 24576), wide.work_size(512, 4096, 24576, 132)
+
+    before = sizes()
+    monkeypatch.setitem(fp8.MEASURED, (24576, 4096, 132), split.Split(16, 1, 16))
+    assert all(size > known for size, known in zip(sizes(), before, strict=True))
