@@ -2,7 +2,7 @@
  * the kernel's sink. */
 #pragma once
 #include "experts_plan.cuh"
-#include "experts_sums.cuh"
+#include "experts_units.cuh"
 
 /* A tile of the list, as its finishing warp sees it. */
 struct Ending {

@@ -8,7 +8,7 @@
  * Layout: token rows lie as [K/32][rows][32 k], so that rows that are not there take no room.
  * Bits:   those of experts.cuh: a row's sum runs over a warp's units of K, then warps, each ascending. */
 #pragma once
-#include "experts_sums.cuh"
+#include "experts_units.cuh"
 
 #ifndef RING_SLOTS
 #define RING_SLOTS 3

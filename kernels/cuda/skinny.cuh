@@ -80,24 +80,6 @@ __device__ __forceinline__ void ask(const Task& task, const Matrix& weights, Cur
     }
 }
 
-/* sums: [2][WARPS][UNITS][32]. Each set is written by all warps (`full`), then read by one (`empty`). */
-__device__ __forceinline__ void hand_over(float (&acc)[TOKEN_TILES][4], int ordinal, float2* sums,
-                                          Barriers& barriers) {
-    int set = ordinal & 1;
-    mbarrier_wait(&barriers.empty[set], (ordinal >> 1 & 1) ^ 1);
-    int thread = opaque(threadIdx.x);  // the address is made here, not kept through the stream
-    float2* to = sums + (set * WARPS + thread / 32) * UNITS * 32 + thread % 32;
-#pragma unroll
-    for (int n = 0; n < TOKEN_TILES; ++n) {
-        to[64 * n] = make_float2(acc[n][0], acc[n][2]);
-        to[64 * n + 32] = make_float2(acc[n][1], acc[n][3]);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) acc[n][i] = 0.f;
-    }
-    __syncwarp();  // lanes may have parted in the wait
-    mbarrier_arrive(&barriers.full[ordinal % FULL_BARRIERS]);
-}
-
 /* The steps under way in turn. Not a loop: of large bodies the compiler keeps one, and weights in memory. */
 template <int S = 0, class Take>
 __device__ __forceinline__ bool take_all(Fragments (&a)[AHEAD], const Take& take) {
@@ -129,7 +111,7 @@ __device__ __forceinline__ void stream(const Task& task, const Matrix& weights, 
         }
         next.advance(task, weights);
         if (++step == steps_of(task)) {
-            hand_over(acc, ordinal++, sums, barriers);
+            give_sums(acc, ordinal++, MOST_ROWS, [&](int set) { return own_sums(sums, set); }, barriers);
             step = 0, tile += task.step;
         }
         return true;

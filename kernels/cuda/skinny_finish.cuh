@@ -11,10 +11,9 @@
 #endif
 
 /* full: a tile's sums are written; one barrier a finishing warp, at least two, since a fast warp may be a
- * tile ahead. empty: a set of sums is read. arrived: the other
- * slices' sums, counted in bytes. Every lane arrives, for what it wrote or read itself: racecheck does
- * not follow that one lane's arrival behind a __syncwarp would do for all, and a round takes as long (H100,
- * Qwen3-8B, 7.73 ms). */
+ * tile ahead. empty: a set of sums is read. arrived: the other slices' sums, counted in bytes. Every lane
+ * arrives, for what it wrote or read itself: racecheck does not follow that one lane's arrival behind a
+ * __syncwarp would do for all, and a round takes as long (H100, Qwen3-8B, 7.73 ms). */
 constexpr int FULL_BARRIERS = FINISHERS == 1 ? 2 : FINISHERS;
 struct Barriers {
     u64 full[FULL_BARRIERS], empty[SUM_SETS], arrived[FINISHERS];
@@ -27,6 +26,34 @@ struct Barriers {
         mbarrier_fence_init();
     }
 };
+
+/* This lane's place in a set of sums, [SUM_SETS][WARPS][UNITS][32]: made where it is used, not kept through a
+ * stream. */
+__device__ __forceinline__ float2* own_sums(float2* sums, int set) {
+    const int thread = opaque(threadIdx.x);
+    return sums + (set * WARPS + thread / 32) * UNITS * 32 + thread % 32;
+}
+
+/* A tile's sums of this warp to the finishing warp whose tile it is, and acc to zero. Each set is written by
+ * all warps (`full`), then read by one (`empty`). count: rows that there are. place(set): this lane's in a
+ * set. HAS_ODD: there are rows 1, 3, ... IS_FREE: the set is known to be read. */
+template <bool HAS_ODD = true, bool IS_FREE = false, class Place>
+__device__ __forceinline__ void give_sums(float (&acc)[TOKEN_TILES][4], u32 ordinal, int count,
+                                          const Place& place, Barriers& barriers) {
+    const int set = ordinal % SUM_SETS;
+    if (!IS_FREE) mbarrier_wait(&barriers.empty[set], (ordinal / SUM_SETS & 1) ^ 1);
+    float2* const to = place(set);
+#pragma unroll
+    for (int n = 0; n < TOKEN_TILES; ++n) {
+        if (n > 0 && 8 * n >= count) break;
+        to[64 * n] = make_float2(acc[n][0], acc[n][2]);
+        if (HAS_ODD) to[64 * n + 32] = make_float2(acc[n][1], acc[n][3]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) acc[n][i] = 0.f;
+    }
+    __syncwarp();  // lanes may have parted in the wait
+    mbarrier_arrive(&barriers.full[ordinal % FULL_BARRIERS]);
+}
 
 /* Every lane of the warp that arrives last of `total` gets true and sees what the others' warps wrote before.
  * The counter is left at zero. */
