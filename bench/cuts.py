@@ -126,4 +126,4 @@ def words(cut):
 
 def line(outputs, cols, sms, cut, card, commit, source, weights="bf16"):
     """A line of kernels/gpu/cuts.csv."""
-    return ",".join(map(str, (outputs, cols, sms, weights, *map(int, astuple(cut)), card, commit, source)))
+    return ",".join(map(str, (outputs, cols, sms, weights, *map(int, astuple(cut)[:-1]), card, commit, source)))

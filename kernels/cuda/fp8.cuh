@@ -4,8 +4,8 @@
  * those). In a word k 0 and 2 are in the lower half, 1 and 3 in the upper one. 0 and 1 lie as bf16 times
  * 2^-120 have them: a mask makes the pair. 2 and 3 lie around them, so that two shifts and two masks do.
  * Behind a tile's chunks lie its scales, [K/128][2]: rows 0..7, rows 8..15.
- * A product multiplies the f32 sum of 32 k by their scale: codes are bf16, their products with a scale are
- * not. Source: models.md 11. */
+ * A product multiplies the f32 sum of the 128 k of a scale by it, experts' products that of 32 k: codes are
+ * bf16, their products with a scale are not. Source: models.md 11. */
 #pragma once
 #include "sm90.cuh"
 
@@ -15,6 +15,7 @@
 
 constexpr bool LEAVES_FIRST = !FP8;  // weights, from L2: FP8 is no faster by it (bench/NOTES.md)
 constexpr int SCALE_K = 128, FP8_CHUNK = 512;
+constexpr int SPAN = FP8 ? SCALE_K / 32 : 1;  // chunks side by side that are one warp's: those of a scale
 constexpr int CHUNK_BYTES = FP8 ? FP8_CHUNK : 1024;  // of packed weights: 16 rows x 32 k
 
 /* Codes alone, of an even number of chunks, and all bytes of a tile: lines are whole. */

@@ -63,7 +63,7 @@ __device__ __forceinline__ void lay_row(const LaidRows& to, int row, const bf16*
         float sum = 0.f;
 #pragma unroll 4
         for (int turn = 0; turn < own; ++turn)
-            add_squares(piece_of(32 * (walk.begin + warp + turn * TREE_WARPS) + 8 * quad), sum);
+            add_squares(piece_of(32 * walk.chunk(warp, turn) + 8 * quad), sum);
         ((float*)&sums[item])[quad] = sum;
     }
     __syncthreads();

@@ -21,7 +21,7 @@
 /* Steps of a tile: the same for all warps, though the last may have no chunk for some. */
 __device__ __forceinline__ int steps_of(const Task& task) {
     if (EVEN_STEPS) return EVEN_STEPS;
-    int most = (task.end - task.begin + WARPS - 1) / WARPS;
+    int most = (task.end - task.begin + SPAN * WARPS - 1) / (SPAN * WARPS) * SPAN;
     return (most + CHUNKS - 1) / CHUNKS;
 }
 
@@ -43,7 +43,7 @@ struct Cursor {
         tile = tile_, step = 0;
         if (tile >= task.tiles) return;
         const char* first = weights.at(tile);
-        at = first + (task.begin + warp_index()) * CHUNK_BYTES + 16 * lane_index();
+        at = first + (task.begin + SPAN * warp_index()) * CHUNK_BYTES + 16 * lane_index();
         if (FP8) scales = first + fp8_codes(opaque(task.cols));
     }
 
@@ -62,7 +62,8 @@ struct Cursor {
 /* FP8: the scales of the step that `next` names. */
 __device__ __forceinline__ void load_scales(Fragments& a, const Task& task, const Cursor& next) {
     if (FP8)
-        a.load_scales(next.scales, task.begin + opaque(threadIdx.x) / 32 + next.step * CHUNKS * WARPS,
+        a.load_scales(next.scales,
+                      task.begin / SPAN + opaque(threadIdx.x) / 32 + next.step * (CHUNKS / SPAN) * WARPS,
                       next.rest(task));
 }
 
@@ -75,7 +76,7 @@ __device__ __forceinline__ void ask(const Task& task, const Matrix& weights, Cur
         int here = min(min(left, CHUNKS), next.rest(task));
         constexpr int LINES = CHUNK_BYTES / 128;  // of a chunk, a lane each
         for (int u = lane / LINES; u < here; u += 32 / LINES)
-            prefetch_l2(next.at - 16 * lane + u * WARPS * CHUNK_BYTES + 128 * (lane % LINES));
+            prefetch_l2(next.at - 16 * lane + chunk_at(u) * CHUNK_BYTES + 128 * (lane % LINES));
         next.advance(task, weights);
     }
 }
@@ -93,8 +94,8 @@ template <bool IS_NORMED, class Matrix>
 __device__ __forceinline__ void stream(const Task& task, const Matrix& weights, Fragments (&a)[AHEAD],
                                        Cursor& next, unsigned char* tokens, float2* sums,
                                        Barriers& barriers) {
-    const unsigned char* first = tokens + warp_index() * TOKEN_CHUNK + 16 * lane_index();
-    float acc[TOKEN_TILES][4] = {};
+    const unsigned char* first = tokens + SPAN * warp_index() * TOKEN_CHUNK + 16 * lane_index();
+    float acc[TOKEN_TILES][4] = {}, part[TOKEN_TILES][4] = {};  // FP8: of a span
     int tile = task.first, step = 0, ordinal = 0;
     auto take = [&](Fragments& own) {  // a step; false: there is none
         if (tile >= task.tiles) return false;
@@ -106,8 +107,10 @@ __device__ __forceinline__ void stream(const Task& task, const Matrix& weights, 
         load_scales(own, task, next);
 #pragma unroll
         for (int u = 0; u < CHUNKS; ++u) {
-            if (has_chunk(u, rest)) multiply(acc, own, scale, u, k + u * WARPS * TOKEN_CHUNK);
+            if (has_chunk(u, rest)) multiply(FP8 ? part : acc, own, u, k + chunk_at(u) * TOKEN_CHUNK);
             if (has_chunk(u, asked)) own.load(u, next.at);
+            if (FP8 && u % SPAN == SPAN - 1 && has_chunk(u - u % SPAN, rest))
+                meet_scales(acc, part, scale, u / SPAN);
         }
         next.advance(task, weights);
         if (++step == steps_of(task)) {

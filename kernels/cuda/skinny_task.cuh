@@ -63,11 +63,16 @@ __device__ __forceinline__ Task make_task(int rows, int cols, int tiles, int sli
     int chunks = (cols + 31) / 32;
     task.rows = rows, task.cols = cols, task.tiles = tiles;
     task.slice = blockIdx.x % slices, task.slices = slices;
-    task.begin = chunks * task.slice / slices;
-    task.end = chunks * (task.slice + 1) / slices;
+    const int spans = (chunks + SPAN - 1) / SPAN;
+    task.begin = spans * task.slice / slices * SPAN;
+    task.end = spans * (task.slice + 1) / slices * SPAN;
+    if (SPAN > 1) task.end = min(task.end, chunks);
     task.first = blockIdx.x / slices, task.step = gridDim.x / slices;
     return task;
 }
+
+/* Where the i-th chunk of a warp lies behind its first: spans are dealt out to warps in turn. */
+__device__ __forceinline__ constexpr int chunk_at(int i) { return i / SPAN * SPAN * WARPS + i % SPAN; }
 
 /* Whether this block ends its how-manyth tile; in a cluster the blocks take turns, for each finishing warp
  * by itself. */

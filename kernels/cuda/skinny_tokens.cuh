@@ -5,9 +5,12 @@
 #pragma once
 #include "skinny_task.cuh"
 
-/* Chunks of this warp in a tile: they are dealt out in turn. */
+/* Chunks of this warp in a tile. */
 __device__ __forceinline__ int own_chunks(const Task& task) {
-    return (task.end - task.begin - warp_index() + WARPS - 1) / WARPS;
+    const int count = task.end - task.begin, spans = (count + SPAN - 1) / SPAN;
+    const int own = (spans - warp_index() + WARPS - 1) / WARPS;
+    const bool has_last = SPAN > 1 && own > 0 && (own - 1) * WARPS + (int)warp_index() == spans - 1;
+    return own * SPAN - (has_last ? spans * SPAN - count : 0);
 }
 
 /* 8 activations, of which `count` are there; zeros for the others. */
@@ -41,7 +44,7 @@ __device__ __forceinline__ float* squares_of(const Task& task, unsigned char* to
 __device__ __forceinline__ void bring_scales(const Task& task, const float* norm, unsigned char* tokens) {
     const int lane = lane_index();
     for (int own = lane / 8; own < own_chunks(task); own += 4) {
-        const int chunk = warp_index() + own * WARPS, k = 32 * (task.begin + chunk) + 4 * (lane % 8);
+        const int chunk = SPAN * warp_index() + chunk_at(own), k = 32 * (task.begin + chunk) + 4 * (lane % 8);
         float* to = scales_of(task, tokens) + 32 * chunk + 4 * (lane % 8);
         if (task.cols % 4 == 0)
             cp_async_16_or_zero(to, k < task.cols ? norm + k : norm, k < task.cols);
@@ -64,8 +67,8 @@ __device__ __forceinline__ void bring_tokens(const Task& task, const bf16* x, co
         const int row = 8 * n + lane / 4;
         from[n] = row >= task.rows ? -1 : pick ? pick[row] : row;
     }
-    unsigned char* to = tokens + warp_index() * TOKEN_CHUNK + 16 * lane;
-    int k = 32 * (task.begin + warp_index()) + 8 * (lane % 4);
+    unsigned char* to = tokens + SPAN * warp_index() * TOKEN_CHUNK + 16 * lane;
+    int k = 32 * (task.begin + SPAN * warp_index()) + 8 * (lane % 4);
 #pragma unroll(TOKEN_TILES == 4 ? 1 : 4)
     for (int own = 0; own < count; ++own) {
 #pragma unroll
@@ -77,7 +80,8 @@ __device__ __forceinline__ void bring_tokens(const Task& task, const bf16* x, co
             else
                 *(uint4*)(to + 512 * n) = load_piece(piece, is_there ? task.cols - k : 0);
         }
-        k += 32 * WARPS, to += WARPS * TOKEN_CHUNK;
+        const int next = SPAN == 1 ? WARPS : own % SPAN < SPAN - 1 ? 1 : SPAN * (WARPS - 1) + 1;
+        k += 32 * next, to += next * TOKEN_CHUNK;
         if (own == FIRST_CHUNKS - 1) cp_async_commit();
     }
     if (count < FIRST_CHUNKS) cp_async_commit();
@@ -96,7 +100,7 @@ __device__ __forceinline__ void ready(const Task& task, int first, unsigned char
     if (!IS_NORMED) return;
     if (first == 0) __syncwarp();  // scales that other lanes brought
     const int thread = opaque(threadIdx.x), lane = thread % 32, warp = thread / 32;
-    const int chunk = warp + first * WARPS, count = min(FIRST_CHUNKS, own_chunks(task) - first);
+    const int chunk = SPAN * warp + chunk_at(first), count = min(FIRST_CHUNKS, own_chunks(task) - first);
     unsigned char* own = tokens + chunk * TOKEN_CHUNK + 16 * lane;
     const float4* scales = (const float4*)(scales_of(task, tokens) + 32 * chunk) + 2 * (lane % 4);
     float* sums = squares_of(task, tokens) + warp * TOKEN_TILES * 32 + lane;
@@ -105,9 +109,9 @@ __device__ __forceinline__ void ready(const Task& task, int first, unsigned char
         float sum = first ? sums[32 * n] : 0.f;
 #pragma unroll(BLOCKS_PER_SM* THREADS <= 512 ? 4 : 2)  // as registers allow
         for (int u = 0; u < count; ++u) {
-            const float4 low = scales[8 * u * WARPS], high = scales[8 * u * WARPS + 1];
+            const float4 low = scales[8 * chunk_at(u)], high = scales[8 * chunk_at(u) + 1];
             const float scale[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-            uint4* piece = (uint4*)(own + u * WARPS * TOKEN_CHUNK + 512 * n);
+            uint4* piece = (uint4*)(own + chunk_at(u) * TOKEN_CHUNK + 512 * n);
             *piece = scale_piece(*piece, scale, sum);
         }
         sums[32 * n] = sum;

@@ -30,6 +30,7 @@
 // Warps: to order a stage's 17 or more copies takes one longer than to multiply it.
 constexpr int COPIERS = 4;
 static_assert(CLUSTER <= 2);  // a step has two chunks
+static_assert(!FP8 || (TREE_SPAN == SPAN && SPAN == 4));
 constexpr int THREADS = CONSUMERS + 32 * COPIERS;
 #ifdef WGMMA  // registers of a thread that computes, and of one that copies
 constexpr int LEFT = TOKENS == 128 && WEIGHT_TILES == 12 ? 32 : 56;
@@ -101,7 +102,7 @@ struct RowTiles {
 };
 
 /* f(i, tiles, unit, step, chunk, halves) for the steps of a block's share in order, until it gives false.
- * step: of tokens; chunk: the first of its two, TREE_WARPS before the other; halves: how many there are. */
+ * step: of tokens; chunk: the first of its two, Walk::GAP before the other; halves: how many there are. */
 template <class Matrix, class F>
 __device__ __forceinline__ void each_step(const Work& work, const Share& share, const Matrix& matrix,
                                           const F& f) {
@@ -115,7 +116,7 @@ __device__ __forceinline__ void each_step(const Work& work, const Share& share, 
         for (int warp = piece.from; warp < piece.to; ++warp) {
             const int own = walk.own(warp);
             for (int turn = 0; 2 * turn < own; ++turn)
-                if (!f(i++, tiles, unit, step++, walk.chunk(warp, turn), min(2, own - 2 * turn))) return;
+                if (!f(i++, tiles, unit, step++, walk.chunk(warp, 2 * turn), min(2, own - 2 * turn))) return;
         }
     }
 }
@@ -158,7 +159,7 @@ __device__ __forceinline__ void copy_all(const Work& work, const Share& share, c
         for (int tile = 0; tile < OWN; ++tile) {
             if (tile < there && rank == 0) copy_chunk(to, from, slot);
             if (tile < there && halves == 2 && rank == CLUSTER - 1)
-                copy_chunk(to + CHUNK_BYTES, from + TREE_WARPS * CHUNK_BYTES, slot);
+                copy_chunk(to + CHUNK_BYTES, from + Walk::GAP * CHUNK_BYTES, slot);
             to += TILE_BYTES, from += tile_bytes(work.cols);
         }
     };
@@ -211,23 +212,19 @@ struct TileScales {
     }
 };
 
-/* A warp's sums. FP8: those of a chunk are apart, and meet their scale in f32 (fp8.cuh). */
+/* A warp's sums. FP8: those of a span are apart, and meet their scale in f32 (fp8.cuh). */
 struct WarpSums {
     float acc[SUMS], part[SUMS];
 
     /* A half's products. */
-    __device__ __forceinline__ void multiply(const Half& a, const char* stage, int half, bool is_first,
-                                             const float2& scale) {
-        if constexpr (!FP8) {
-            a.multiply(acc, stage, half, !is_first);
-        } else {
-            a.multiply(part, stage, half, false);
-            halves_wait();
+    __device__ __forceinline__ void multiply(const Half& a, const char* stage, int half, bool is_first) {
+        a.multiply(FP8 ? part : acc, stage, half, !is_first);
+    }
+
+    __device__ __forceinline__ void meet(const float2& scale) {
 #pragma unroll
-            for (int i = 0; i < SUMS; ++i)
-                acc[i] = fmaf(i % 4 < 2 ? scale.x : scale.y, part[i], is_first ? 0.f : acc[i]);
-            halves_pin(part);
-        }
+        for (int i = 0; i < SUMS; ++i) acc[i] = fmaf(i % 4 < 2 ? scale.x : scale.y, part[i], acc[i]);
+        halves_pin(part);
     }
 };
 
@@ -239,20 +236,31 @@ __device__ __forceinline__ void add_warp(float (&sums)[SUMS], WarpSums& warp, in
     auto multiply = [&](bool is_first, int chunks) {
         const char* stage = ring.stages + at.index * STAGE;
         Half halves[2];
-        float2 scale[2]{};
-        for (int half = 0; FP8 && half < chunks; ++half) scale[half] = scales(first + half * TREE_WARPS);
         mbarrier_wait(&ring.full[at.index], at.parity);
 #pragma unroll
         for (int half = 0; half < chunks; ++half) halves[half].load(stage, half);
 #pragma unroll
         for (int half = 0; half < chunks; ++half)
-            warp.multiply(halves[half], stage, half, half == 0 && is_first, scale[half]);
+            warp.multiply(halves[half], stage, half, half == 0 && is_first);
         halves_wait();
         give_back_everywhere(ring, at.index);
         at.advance();
-        if (FP8) first += 2 * TREE_WARPS;
     };
-    if (own < 2) {
+    if constexpr (FP8) {
+        auto meet = [&] {
+            warp.meet(scales(first));
+            first += TREE_SPAN * TREE_WARPS;
+        };
+        if (own == 0) return;
+#pragma unroll
+        for (int i = 0; i < SUMS; ++i) warp.acc[i] = 0.f;
+#pragma unroll 1
+        for (; own >= TREE_SPAN; own -= TREE_SPAN) multiply(true, 2), multiply(false, 2), meet();
+        if (own == 1) multiply(true, 1);
+        if (own > 1) multiply(true, 2);
+        if (own > 2) multiply(false, 1);
+        if (own > 0) meet();
+    } else if (own < 2) {
         if (own == 0) return;
         multiply(true, 1);
     } else {

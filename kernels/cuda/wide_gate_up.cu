@@ -26,7 +26,7 @@ struct Target {
 
     __device__ __forceinline__ Target(bf16* laid, int f, int first, int rows, int ffn) {
         const int odd = lane_index() / 4 % 2, row = first + odd;
-        const int place = TreeWalk<LAID_SLICES, LAID_WARPS>::place(f / 32, f % 8 / 2, ffn);
+        const int place = TreeWalk<LAID_SLICES, LAID_WARPS, LAID_SPAN>::place(f / 32, f % 8 / 2, ffn);
         at = (char*)laid_unit(laid, (rows + 7) / 8 * 8, row, place) + 4 * (f / 8 % 4), there = rows - row;
     }
 

@@ -11,6 +11,7 @@ from ..weight import EXPERT_PAIRS, PAIRS, Weight
 from . import split
 from .split import CHUNK, tiling
 
+SPAN = BLOCK // CHUNK  # chunks that share a scale are one warp's
 MOST_CHUNKS = 16  # of a step: a lane has each scale
 
 
@@ -19,7 +20,7 @@ def pieces(whole, each):
     return -(-whole // each)
 
 
-MEASURED = split.read(split.CUTS, "fp8")
+MEASURED = split.read(split.CUTS, "fp8", SPAN)
 
 
 def recut(cut, cols):
@@ -28,8 +29,8 @@ def recut(cut, cols):
     layer (H200, 16 rows)."""
     chunks = pieces(pieces(cols, CHUNK), cut.slices)
     if chunks % cut.warps and not chunks % 16 and cut.warps < 16 and cut.blocks == 1:
-        return replace(cut, warps=16, chunks=4, ahead=1)
-    return cut
+        return replace(cut, warps=16, chunks=4, ahead=1, span=SPAN)
+    return replace(cut, span=SPAN)
 
 
 def every_cut(outputs, cols, sms, whole=False):
@@ -47,8 +48,8 @@ def cut_of(backend, *weights, whole=False):
 def defines(cut, chunks, ahead, cols):
     """-D of a kernel of the skinny family: a chunk has half of the bytes, so twice as many are on their way,
     of a tile or, where it has no more for a warp, of the next ones too."""
-    own = pieces(pieces(cols, CHUNK), cut.slices * cut.warps)
-    step = min(2 * chunks, own, MOST_CHUNKS)
+    own = SPAN * pieces(pieces(cols, SPAN * CHUNK), cut.slices * cut.warps)
+    step = min(max(2 * chunks // SPAN, 1) * SPAN, own, MOST_CHUNKS)
     return {
         "FP8": 1, "STEP_CHUNKS": step, "STEPS_AHEAD": max(1, 2 * chunks * ahead // step),
         "ASKED_CHUNKS": 0,  # measured: more in L2 stands in the way

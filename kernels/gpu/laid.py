@@ -76,11 +76,12 @@ def up(count):
 def steps(cols, cut):
     """Steps of two chunks of 32 inputs in which the tree's warps take theirs, as tree.cuh's Walk."""
     chunks, found = -(-cols // split.CHUNK), 0
+    spans = -(-chunks // cut.span)
     for slice_ in range(cut.slices):
-        count = chunks * (slice_ + 1) // cut.slices - chunks * slice_ // cut.slices
+        count = spans * (slice_ + 1) // cut.slices - spans * slice_ // cut.slices
         each, more = divmod(count, cut.warps)
-        found += more * ((each + 2) // 2) + (cut.warps - more) * ((each + 1) // 2)
-    return found
+        found += more * -(-(each + 1) * cut.span // 2) + (cut.warps - more) * -(-each * cut.span // 2)
+    return found - (spans * cut.span - chunks) // 2
 
 
 def sizes(rows, cut, sms, count):

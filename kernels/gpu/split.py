@@ -40,8 +40,8 @@ class Split:
 
     finishers: warps that end tiles. cluster: the slices of a tile are one cluster and meet in shared memory.
     early: the next kernel's blocks may take their place at once, beside these. asked: chunks of a warp that
-    are asked for in L2 before the kernel ahead has ended, behind those on their way to registers.
-    The last four do not show in the bits.
+    are asked for in L2 before the kernel ahead has ended, behind those on their way to registers. These four
+    do not show in the bits. span: chunks side by side that are one warp's.
     """
 
     slices: int
@@ -53,6 +53,7 @@ class Split:
     cluster: bool = False
     early: bool = False
     asked: int = 4
+    span: int = 1
 
     def groups(self, sms):
         """Tiles that the card has under way at once. Clusters of more than 2 reach 120 of an H100's 132
@@ -82,8 +83,8 @@ class Split:
     def shared(self, cols, token_tiles, is_normed=False):
         """Dynamic shared bytes: two sets of the warps' sums, the cluster's, the token rows,
         a norm's scales and squares."""
-        chunks = -(-cols // CHUNK)
-        deepest = -(-chunks // self.slices)
+        spans = -(-cols // (CHUNK * self.span))
+        deepest = self.span * -(-spans // self.slices)
         sums = 2 * self.warps + (self.finishers * self.slices if self.cluster else 0)
         normed = 128 * (deepest + token_tiles * self.warps) if is_normed else 0
         return 512 * token_tiles * (sums + deepest) + normed
@@ -110,14 +111,16 @@ class Split:
         return self.slices * (SQUARES + tiles * TILE * ROWS)
 
 
-def read(text, weights="bf16"):
-    """(N, K, multiprocessors) -> Split, of text in the form of cuts.csv what is said of such weights."""
+def read(text, weights="bf16", span=1):
+    """(N, K, multiprocessors) -> Split, of text in the form of cuts.csv what is said of such weights, whose
+    span is theirs."""
     found = {}
     for row in csv.DictReader(text.splitlines()):
         if row["weights"] != weights:
             continue
-        numbers = {field.name: field.type(int(row[field.name])) for field in fields(Split)}
-        found[int(row["N"]), int(row["K"]), int(row["sms"])] = Split(**numbers)
+        told = [field for field in fields(Split) if field.name != "span"]
+        numbers = {field.name: field.type(int(row[field.name])) for field in told}
+        found[int(row["N"]), int(row["K"]), int(row["sms"])] = Split(**numbers, span=span)
     return found
 
 

@@ -90,7 +90,7 @@ def work_size(rows, cols, outputs, sms):
 
 def tree_of(cut):
     """Its defines."""
-    return {"TREE_SLICES": cut.slices, "TREE_WARPS": cut.warps}
+    return {"TREE_SLICES": cut.slices, "TREE_WARPS": cut.warps} | ({"TREE_SPAN": cut.span} if cut.span > 1 else {})
 
 
 def run(backend, cut, file, kernel, grid, block, args, defines=None, shared=0, cluster=1, early=()):
@@ -273,7 +273,8 @@ def gate_up(backend, *args):
             tile, to = tile_of(backend, laid, outputs, w), h[here]
             if count == len(x) and (following := next_of_h(backend, h, laid)) is not None:
                 to, backend.laid = following.tokens, following
-                names |= {"LAID_SLICES": following.cut.slices, "LAID_WARPS": following.cut.warps}
+                tree = following.cut
+                names |= {"LAID_SLICES": tree.slices, "LAID_WARPS": tree.warps, "LAID_SPAN": tree.span}
             args = [w.data, laid.tokens, laid.scale, to, work, laid.handed, count, w.cols, ffn]
             frame(backend, laid, tile, "wide_gate_up.cu", "wide_gate_up", args, [outputs], w, names)
         else:

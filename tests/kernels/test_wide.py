@@ -152,7 +152,8 @@ def frames(arch, dtype):
     for tile in wide.tiles_for(kind, dtype):
         for slices in (1, 4):
             names = dict(zip(("TOKENS", "WEIGHT_TILES", "STAGES", "CLUSTER"), tile, strict=True))
-            names |= {"TREE_SLICES": slices, "TREE_WARPS": 12} | ({"FP8": 1} if dtype == "fp8" else {})
+            names |= {"TREE_SLICES": slices, "TREE_WARPS": 12}
+            names |= {"FP8": 1, "TREE_SPAN": 4} if dtype == "fp8" else {}
             yield names | ({"WGMMA": 1} if kind == "wgmma" else {})
 
 
@@ -168,7 +169,7 @@ def test_compiles_without_spills(arch, file, dtype, tmp_path):
     of_one = [names for names in frames(arch, dtype) if file == "wide_sums" or names["TREE_SLICES"] == 1]
     of_one = of_one if FULL else of_one[-2:]
     if file == "wide_gate_up":  # h lies as the next product's tokens
-        of_one.append(of_one[-1] | {"LAID_SLICES": 2, "LAID_WARPS": 12})
+        of_one.append(of_one[-1] | {"LAID_SLICES": 2, "LAID_WARPS": 12, "LAID_SPAN": 1})
     made = [compiler.compile_cubin(f"{file}.cu", arch, names) for names in of_one]
     for kernels, (_, log) in zip(disassemble_all([cubin for cubin, _ in made], tmp_path), made, strict=True):
         assert_instructions(kernels[file], wanted, ("LDL", "STL"))
