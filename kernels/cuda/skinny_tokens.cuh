@@ -55,37 +55,44 @@ __device__ __forceinline__ void bring_scales(const Task& task, const float* norm
 
 constexpr int FIRST_CHUNKS = CHUNKS * AHEAD;  // of a warp: those whose weights are under way at the start
 
+/* f(i, k) for this warp's chunks from its `first`th on: which of the slice's, and this lane's k of x. */
+template <int AT_ONCE, class F>
+__device__ __forceinline__ void each_chunk(const Task& task, int first, int end, const F& f) {
+    int i = SPAN * warp_index() + chunk_at(first);
+#pragma unroll(AT_ONCE)
+    for (int own = first; own < end; ++own) {
+        f(i, 32 * (task.begin + i) + 8 * (lane_index() % 4));
+        i += SPAN == 1 ? WARPS : own % SPAN < SPAN - 1 ? 1 : SPAN * (WARPS - 1) + 1;
+    }
+}
+
 /* This lane's pieces of this warp's chunks: row lane / 4 of every group of 8, 8 k. Those of the first
  * FIRST_CHUNKS, and the scales, are one group of copies, the others a second. pick: which rows of x, null:
- * all. */
+ * all. Little code, and K that is no multiple of 8 has code of its own: no instruction of it is in a cache
+ * when the kernel starts, and tokens wait for each that has to be fetched (bench/NOTES.md). */
 __device__ __forceinline__ void bring_tokens(const Task& task, const bf16* x, const int* pick,
                                              unsigned char* tokens) {
-    const int lane = lane_index(), count = own_chunks(task);
-    int from[TOKEN_TILES];  // rows of x; none: -1
-#pragma unroll
-    for (int n = 0; n < TOKEN_TILES; ++n) {
-        const int row = 8 * n + lane / 4;
-        from[n] = row >= task.rows ? -1 : pick ? pick[row] : row;
-    }
-    unsigned char* to = tokens + SPAN * warp_index() * TOKEN_CHUNK + 16 * lane;
-    int k = 32 * (task.begin + SPAN * warp_index()) + 8 * (lane % 4);
-#pragma unroll(TOKEN_TILES == 4 ? 1 : 4)
-    for (int own = 0; own < count; ++own) {
-#pragma unroll
+    const int count = own_chunks(task);
+#pragma unroll(1)
+    for (int part = 0; part < 2; ++part) {
+        const int first = part * FIRST_CHUNKS, end = part ? count : min(count, FIRST_CHUNKS);
+#pragma unroll(1)
         for (int n = 0; n < TOKEN_TILES; ++n) {
-            const bool is_there = from[n] >= 0 && k < task.cols;
-            const bf16* piece = x + (is_there ? (size_t)from[n] * task.cols + k : 0);
+            const int row = 8 * n + lane_index() / 4;
+            const bool is_row = row < task.rows;
+            const bf16* from = x + (size_t)(pick && is_row ? pick[row] : row) * task.cols;
+            unsigned char* to = tokens + 512 * n + 16 * lane_index();
             if (task.cols % 8 == 0)
-                cp_async_16_or_zero(to + 512 * n, piece, is_there);
+                each_chunk<4>(task, first, end, [&](int i, int k) {
+                    cp_async_16_or_zero(to + i * TOKEN_CHUNK, from + k, is_row && k < task.cols);
+                });
             else
-                *(uint4*)(to + 512 * n) = load_piece(piece, is_there ? task.cols - k : 0);
+                each_chunk<1>(task, first, end, [&](int i, int k) {
+                    *(uint4*)(to + i * TOKEN_CHUNK) = load_piece(from + k, is_row ? task.cols - k : 0);
+                });
         }
-        const int next = SPAN == 1 ? WARPS : own % SPAN < SPAN - 1 ? 1 : SPAN * (WARPS - 1) + 1;
-        k += 32 * next, to += next * TOKEN_CHUNK;
-        if (own == FIRST_CHUNKS - 1) cp_async_commit();
+        cp_async_commit();
     }
-    if (count < FIRST_CHUNKS) cp_async_commit();
-    cp_async_commit();
 }
 
 /* Of the first tile, this warp's chunks from its `first`th on, FIRST_CHUNKS of them: they are there, and
@@ -104,10 +111,10 @@ __device__ __forceinline__ void ready(const Task& task, int first, unsigned char
     unsigned char* own = tokens + chunk * TOKEN_CHUNK + 16 * lane;
     const float4* scales = (const float4*)(scales_of(task, tokens) + 32 * chunk) + 2 * (lane % 4);
     float* sums = squares_of(task, tokens) + warp * TOKEN_TILES * 32 + lane;
-#pragma unroll
+#pragma unroll(1)
     for (int n = 0; n < TOKEN_TILES; ++n) {
         float sum = first ? sums[32 * n] : 0.f;
-#pragma unroll(BLOCKS_PER_SM* THREADS <= 512 ? 4 : 2)  // as registers allow
+#pragma unroll(2)  // as registers allow
         for (int u = 0; u < count; ++u) {
             const float4 low = scales[8 * chunk_at(u)], high = scales[8 * chunk_at(u) + 1];
             const float scale[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
