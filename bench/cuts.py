@@ -126,4 +126,5 @@ def words(cut):
 
 def line(outputs, cols, sms, cut, card, commit, source, weights="bf16"):
     """A line of kernels/gpu/cuts.csv."""
-    return ",".join(map(str, (outputs, cols, sms, weights, *map(int, astuple(cut)[:-1]), card, commit, source)))
+    *numbers, _ = map(int, astuple(cut))  # the span is the weights'
+    return ",".join(map(str, (outputs, cols, sms, weights, *numbers, card, commit, source)))

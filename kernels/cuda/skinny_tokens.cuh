@@ -111,10 +111,10 @@ __device__ __forceinline__ void ready(const Task& task, int first, unsigned char
     unsigned char* own = tokens + chunk * TOKEN_CHUNK + 16 * lane;
     const float4* scales = (const float4*)(scales_of(task, tokens) + 32 * chunk) + 2 * (lane % 4);
     float* sums = squares_of(task, tokens) + warp * TOKEN_TILES * 32 + lane;
-#pragma unroll(1)
+#pragma unroll
     for (int n = 0; n < TOKEN_TILES; ++n) {
         float sum = first ? sums[32 * n] : 0.f;
-#pragma unroll(2)  // as registers allow
+#pragma unroll(4)  // each waits for shared memory
         for (int u = 0; u < count; ++u) {
             const float4 low = scales[8 * chunk_at(u)], high = scales[8 * chunk_at(u) + 1];
             const float scale[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};

@@ -11,10 +11,10 @@
  *         its B operand.
  * Moves:  each unit its weights and tokens once from L2, through a ring of bulk copies of 64 k. Of 512 rows
  *         tensor cores have three quarters of the time, ends of units and waits the rest (bench/NOTES.md);
- * two sets of sums, of the tree's warp and of all before, leave registers for 128 x 192 outputs. Bits:   an
- * output's sum runs over a warp's chunks, then warps, then slices, each ascending, whoever sums them. wgmma
- * and mma.sync round alike (tests/kernels/test_wide.py, bench/wide.py). Source: kernel-playbook 7; shares
- * that end together as in Stream-K (Osama et al. 2023). */
+ *         two sets of sums, of the tree's warp and of all before, leave registers for 128 x 192 outputs.
+ * Bits:   an output's sum runs over a warp's chunks, then warps, then slices, each ascending, whoever sums
+ *         them. wgmma and mma.sync round alike (tests/kernels/test_wide.py, bench/wide.py).
+ * Source: kernel-playbook 7; shares that end together as in Stream-K (Osama et al. 2023). */
 #pragma once
 #ifndef TOKENS
 #define TOKENS 64
@@ -329,42 +329,6 @@ __device__ __forceinline__ void sum_all(const Work& work, const Share& share, co
     }
 }
 
-/* For sinks: f(k, column, low, high) for each token column of a lane's sums, of output rows lane / 4 and 8
- * on. The k-th is offset(k) columns behind the first. */
-__device__ __forceinline__ constexpr int offset(int k) { return 8 * (k / 2) + k % 2; }
-__device__ __forceinline__ constexpr int low_of(int k) { return 2 * k - k % 2; }  // its sums; high: 2 on
-
-template <class F>
-__device__ __forceinline__ void each_column(const float (&sums)[SUMS], const F& f) {
-#pragma unroll
-    for (int k = 0; k < SUMS / 2; ++k)
-        f(k, 2 * (lane_index() % 4) + offset(k), sums[low_of(k)], sums[low_of(k) + 2]);
-}
-
-/* The scale of each column; 1 without scales, and where there is no token. */
-struct Scales {
-    float of[SUMS / 2];
-
-    __device__ __forceinline__ Scales(const Unit& unit, int rows, const float* scale) {
-        const int first = unit.first_token + 2 * (lane_index() % 4);
-#pragma unroll
-        for (int k = 0; k < SUMS / 2; ++k)  // all loads are under way together
-            of[k] = scale && first + offset(k) < rows ? __ldg(scale + first + offset(k)) : 1.f;
-    }
-};
-
-/* f(at, low, high) for each token that there is, at = its row * stride, times its scale. */
-template <class F>
-__device__ __forceinline__ void each_token(const Unit& unit, int rows, const float* scale, int stride,
-                                           const float (&sums)[SUMS], const F& f) {
-    const Scales scales(unit, rows, scale);
-    const int first = unit.first_token + 2 * (lane_index() % 4), there = rows - first;
-    const size_t at = (size_t)first * stride;
-    each_column(sums, [&](int k, int, float low, float high) {
-        if (offset(k) < there) f(at + (size_t)offset(k) * stride, low * scales.of[k], high * scales.of[k]);
-    });
-}
-
 __device__ __forceinline__ void meet_cluster() {
     if constexpr (CLUSTER > 1) {
         cluster_arrive_relaxed();
@@ -372,7 +336,8 @@ __device__ __forceinline__ void meet_cluster() {
     }
 }
 
-/* The whole of it. sink(unit, sums) gets a warp's 16 outputs x TOKENS tokens: each_column. */
+/* The whole of it. sink(unit, sums) gets a warp's 16 outputs x TOKENS tokens
+ * (wide_sinks.cuh). */
 template <class Matrix, class Sink>
 __device__ __forceinline__ void wide(const Work& work, const Matrix& matrix, const Sink& sink) {
     extern __shared__ __align__(1024) char dynamic[];  // RING bytes, then barriers

@@ -7,7 +7,7 @@
  * Truth:  oracle.py gate_up. */
 #include "activate.cuh"
 #include "lay.cuh"
-#include "wide.cuh"
+#include "wide_sinks.cuh"
 
 #ifndef ACT
 #define ACT SILU

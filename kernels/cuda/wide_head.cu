@@ -4,7 +4,7 @@
  * Moves:  V*D*2 bytes.
  * Truth:  oracle.py head. */
 #include "best.cuh"
-#include "wide.cuh"
+#include "wide_sinks.cuh"
 
 #ifndef WITH_MARGIN
 #define WITH_MARGIN 0

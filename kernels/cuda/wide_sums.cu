@@ -3,7 +3,7 @@
  * Grid:   wide.cuh.
  * Moves:  N*K*2 + T*N*4 bytes a slice.
  * Truth:  oracle.py product, head_logits. */
-#include "wide.cuh"
+#include "wide_sinks.cuh"
 
 /* Two matrices whose groups follow each other. */
 struct TwoMatrices {

@@ -90,7 +90,7 @@ def work_size(rows, cols, outputs, sms):
 
 def tree_of(cut):
     """Its defines."""
-    return {"TREE_SLICES": cut.slices, "TREE_WARPS": cut.warps} | ({"TREE_SPAN": cut.span} if cut.span > 1 else {})
+    return {"TREE_SLICES": cut.slices, "TREE_WARPS": cut.warps, "TREE_SPAN": cut.span}
 
 
 def run(backend, cut, file, kernel, grid, block, args, defines=None, shared=0, cluster=1, early=()):

@@ -115,9 +115,11 @@ CUTS = {
 
 
 @on_gpu_backends
-@pytest.mark.parametrize("case, cols", [(0, 360), (1, 360), (2, 4232)], ids=str)
+@pytest.mark.parametrize(
+    "case, cols, dtype", [(0, 360, "bf16"), (1, 360, "bf16"), (2, 4232, "bf16"), (1, 360, "fp8")], ids=str
+)
 @pytest.mark.parametrize("frame", ["mma", "wgmma"])
-def test_a_program_lays_rows_for_the_next_product(ops, case, cols, frame, monkeypatch):
+def test_a_program_lays_rows_for_the_next_product(ops, case, cols, dtype, frame, monkeypatch):
     """With the bits of calls that know nothing of each other. Only an h that is written once more is left
     out: the last one is there."""
     use_frame(ops, monkeypatch, frame)
@@ -133,7 +135,7 @@ def test_a_program_lays_rows_for_the_next_product(ops, case, cols, frame, monkey
         assert dict(zip(names, want, strict=True)) == {name: launched[name] for name in names}
         launched.clear()
 
-    agree(ops, lambda: layers(ops, Make(np.random.default_rng(5), "bf16"), cols, ROWS), looks)
+    agree(ops, lambda: layers(ops, Make(np.random.default_rng(5), "bf16", dtype), cols, ROWS), looks)
 
 
 @on_gpu_backends

@@ -36,13 +36,14 @@ def name_of(form):
 
 
 def in_fp8(matrix, rng):
-    """Such a matrix in FP8: huge and opposite terms in its first and last thirds, scales no powers of 2."""
+    """Such a matrix in FP8: huge and opposite terms in its first and last thirds, scales no powers of 2. Of
+    whole scales they cancel."""
     (rows, cols), third = matrix.shape, matrix.shape[1] // 3
     numbers = np.abs(rng.standard_normal((rows, cols))) + 1
     numbers[:, -third:] = -numbers[:, :third]
-    scales = rng.uniform(1, 2, (-(-rows // 8), cols // 128)).astype(np.float32)
+    scales = rng.uniform(1, 2, (-(-rows // 8), -(-cols // 128))).astype(np.float32)
     scales[:, : third // 128] *= 2.0**19
-    scales[:, -third // 128 :] = scales[:, : third // 128]
+    scales[:, -(third // 128) :] = scales[:, : third // 128]
     return Fp8(numbers.astype(ml_dtypes.float8_e4m3fn).view(np.uint8), scales)
 
 
@@ -116,6 +117,13 @@ def test_long_rows_are_laid_with_their_norm(ops, rng, cut, monkeypatch):  # noqa
 )
 def test_rows_of_fp8_have_the_bits_of_the_skinny_kernels(ops, rng, cut, form, monkeypatch):  # noqa: F811
     agree(ops, form, rng, ODD, monkeypatch=monkeypatch, dtype="fp8")
+
+
+@on_gpu_backends
+@pytest.mark.parametrize("cut", CUTS[0:4:3], indirect=True, ids=str)
+@pytest.mark.parametrize("cols", [776, 840, 936])  # the last scale has 1, 3 and 2 chunks
+def test_rows_of_fp8_whose_last_scale_ends_early(ops, rng, cut, cols, monkeypatch):  # noqa: F811
+    agree(ops, "linear_add", rng, 41, monkeypatch=monkeypatch, cols=cols, dtype="fp8")
 
 
 @on_gpu_backends
