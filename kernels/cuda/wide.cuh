@@ -247,19 +247,22 @@ __device__ __forceinline__ void add_warp(float (&sums)[SUMS], WarpSums& warp, in
         at.advance();
     };
     if constexpr (FP8) {
-        auto meet = [&] {
-            warp.meet(scales(first));
-            first += TREE_SPAN * TREE_WARPS;
-        };
         if (own == 0) return;
 #pragma unroll
         for (int i = 0; i < SUMS; ++i) warp.acc[i] = 0.f;
 #pragma unroll 1
-        for (; own >= TREE_SPAN; own -= TREE_SPAN) multiply(true, 2), multiply(false, 2), meet();
-        if (own == 1) multiply(true, 1);
-        if (own > 1) multiply(true, 2);
-        if (own > 2) multiply(false, 1);
-        if (own > 0) meet();
+        for (; own >= SPAN; own -= SPAN, first += SPAN * TREE_WARPS) {
+            const float2 scale = scales(first);  // asked for before its products
+            multiply(true, 2), multiply(false, 2);
+            warp.meet(scale);
+        }
+        if (own > 0) {
+            const float2 scale = scales(first);
+            if (own == 1) multiply(true, 1);
+            if (own > 1) multiply(true, 2);
+            if (own > 2) multiply(false, 1);
+            warp.meet(scale);
+        }
     } else if (own < 2) {
         if (own == 0) return;
         multiply(true, 1);
@@ -336,8 +339,7 @@ __device__ __forceinline__ void meet_cluster() {
     }
 }
 
-/* The whole of it. sink(unit, sums) gets a warp's 16 outputs x TOKENS tokens
- * (wide_sinks.cuh). */
+/* The whole of it. sink(unit, sums) gets a warp's 16 outputs x TOKENS tokens (wide_sinks.cuh). */
 template <class Matrix, class Sink>
 __device__ __forceinline__ void wide(const Work& work, const Matrix& matrix, const Sink& sink) {
     extern __shared__ __align__(1024) char dynamic[];  // RING bytes, then barriers

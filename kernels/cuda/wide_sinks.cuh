@@ -2,8 +2,8 @@
 #pragma once
 #include "wide.cuh"
 
-/* f(k, column, low, high) for each token column of a lane's sums, of output rows lane / 4 and 8
- * on. The k-th is offset(k) columns behind the first. */
+/* f(k, column, low, high) for each token column of a lane's sums, of output rows lane / 4 and 8 on. The k-th
+ * is offset(k) columns behind the first. */
 __device__ __forceinline__ constexpr int offset(int k) { return 8 * (k / 2) + k % 2; }
 __device__ __forceinline__ constexpr int low_of(int k) { return 2 * k - k % 2; }  // its sums; high: 2 on
 

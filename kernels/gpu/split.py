@@ -114,11 +114,10 @@ class Split:
 def read(text, weights="bf16", span=1):
     """(N, K, multiprocessors) -> Split, of text in the form of cuts.csv what is said of such weights, whose
     span is theirs."""
-    found = {}
+    found, told = {}, [field for field in fields(Split) if field.name != "span"]
     for row in csv.DictReader(text.splitlines()):
         if row["weights"] != weights:
             continue
-        told = [field for field in fields(Split) if field.name != "span"]
         numbers = {field.name: field.type(int(row[field.name])) for field in told}
         found[int(row["N"]), int(row["K"]), int(row["sms"])] = Split(**numbers, span=span)
     return found
