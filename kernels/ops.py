@@ -3,8 +3,9 @@
 A backend is an object with `name`, `activations`, `array`, `upload`, `download`, `copy`, `weight`, `compile`
 (a list of checked calls -> something with `launch()`), `start` (launch a program, fetch buffers) with
 `rounds_ahead`, the programs that may be started before the first one's result is asked for, `prompt_passes`,
-the rows that a prompt's pass is recorded for (none where it is missing), `lost_by_fork`, and one function a
-row. What a call costs is the backend's: `record` checks once and replays without checking,
+the rows that a prompt's pass is recorded for (none where it is missing), `chunk_between_rounds`, the prompt
+tokens that texts which decode wait for at most (a whole chunk where it is missing), `lost_by_fork`, and one
+function a row. What a call costs is the backend's: `record` checks once and replays without checking,
 which is what a round does.
 """
 
@@ -43,6 +44,7 @@ class Ops:
         # Only a backend that copies weights elsewhere has it.
         self.read_ahead = getattr(backend, "read_ahead", lambda weights: None)
         self.prefill_chunk = getattr(backend, "prefill_chunk", PREFILL_CHUNK)
+        self.chunk_between_rounds = getattr(backend, "chunk_between_rounds", self.prefill_chunk)
         self.prompt_passes = getattr(backend, "prompt_passes", ())
         self._recording = self._clock = None
         self._for_prefill = None

@@ -14,9 +14,9 @@ from minidflash.kernels.record import STOPPED
 from .ahead import LANES, Ahead
 from .errors import UserError
 from .fit import batch_context
-from .kept import bring
+from .kept import bring, gains_by_waiting
 from .lane import Lane
-from .loop import first_round, prompt_steps
+from .loop import Part, begin_prompt, first_round, first_tokens, prompt_pass
 from .request import Request, Shape, checked, hold, refuse_busy, release
 from .schedule import Schedule, SharedWidth
 from .stats import Round
@@ -56,16 +56,11 @@ class Item:
 
 @dataclass(eq=False)
 class Seat(Lane):
-    """The lane of a request. steps: of its prompt, then its rounds run. seconds: that the prompt took."""
+    """The lane of a request. has_begun: its prompt. seconds: that the prompt's passes took."""
 
     handle: Handle | None = None
-    steps: Any = None
+    has_begun: bool = False
     seconds: float = 0.0
-
-    @property
-    def rows_left(self):
-        """Tokens of its prompt that have not run."""
-        return self.handle.prompt_tokens - self.request.rows_reused - self.request.rows_run
 
 
 @dataclass
@@ -78,8 +73,9 @@ class Batch:
                 print(one.handle, one.round.text)
 
     A text is what `generate` gives alone, whatever runs beside it. A request joins when a slot is free, in
-    the order of `submit`; between two rounds at most one chunk of prompts runs while others decode. A prompt
-    that begins as another one, of a text that runs or ended, runs only what is new (kept.py).
+    the order of `submit`; between two rounds at most one pass of prompts runs while others decode, on a GPU a
+    short one. A prompt that begins as another one, of a text that runs or ended, runs only what is new
+    (kept.py).
     Iteration ends when nothing runs or waits, and may begin anew after a further `submit`. The engine is busy
     from the first step until then, or until `close`. One thread iterates; `submit` and `cancel` may be called
     from others. engine.is_interrupted ends all requests. So does an exception out of iteration.
@@ -232,8 +228,6 @@ class Batch:
     def _end_lane(self, lane):
         """A lane ends before its text does."""
         if lane in self._joining:
-            if lane.steps is not None:
-                lane.steps.close()
             self._joining.remove(lane)
         self._ahead.leave(lane)
 
@@ -244,42 +238,47 @@ class Batch:
         self._joining.clear()
 
     def _run_prompts(self):
-        """A chunk of the oldest prompt, or of the two oldest where neither has more than half of one: a pass
-        reads all weights, so that few tokens take nearly as long as half a chunk."""
-        chunk = room = self._state.chunk
-        while self._joining:
-            lane = self._joining[0]
-            if lane.steps is None:
+        """One pass over what is next of the oldest prompts, as many as have room in it; it is shorter while
+        others wait for it. A prompt that begins as one of them does waits for its rows."""
+        engine, s, running = self.engine, self._state, self._running
+        room, lanes, parts = min(s.chunk, engine.ops.chunk_between_rounds if running else s.chunk), [], []
+        for lane in self._joining:
+            if not room or gains_by_waiting(engine, s, lane.request, [one.request for one in lanes]):
+                break
+            if not lane.has_begun:
                 self._begin(lane)
-            room -= max(min(lane.rows_left, chunk), chunk // 2)
-            if room < 0:
-                return
-            self._run_chunk(lane)
+            parts.append(Part(lane.request, lane.slot, min(lane.request.rows_left, room)))
+            lanes.append(lane)
+            room -= parts[-1].count
+        if not parts:
+            return
+        since = time.perf_counter()
+        prompt_pass(engine, s, parts)
+        count, end = sum(part.count for part in parts), 0
+        for lane, part in zip(lanes, parts, strict=True):
+            end += part.count
+            first = None if part.request.rows_left else first_tokens(engine, s, part, end - 1, count)
+            lane.seconds += time.perf_counter() - since
+            if first is not None:
+                self._end_prompt(lane, *first)
 
     def _begin(self, lane):
         """A prompt is about to run: its slot gets what others hold of it by now."""
         how = self.engine, self._state, lane.request, lane.slot
         bring(*how, self._ahead.free)
-        lane.steps = prompt_steps(*how)
+        begin_prompt(*how)
+        lane.has_begun = True
 
-    def _run_chunk(self, lane):
-        """The next chunk of a prompt; behind the last one the request decodes. Where that has no numbers but
-        rows were reused, all rows run: it may be theirs."""
-        since = time.perf_counter()
-        try:
-            next(lane.steps)
-            lane.seconds += time.perf_counter() - since
-            return
-        except StopIteration as end:
-            (first,) = end.value
+    def _end_prompt(self, lane, first):
+        """The request decodes. Where its prompt has no numbers but rows were reused, all rows run: it may be
+        theirs."""
         if first[0] < 0 and lane.request.rows_reused:
             self._ahead.pass_over(lane.slot)
             self._state.prefixes[lane.slot].cut(0)
-            lane.steps = prompt_steps(self.engine, self._state, lane.request, lane.slot)
-            lane.seconds += time.perf_counter() - since
+            begin_prompt(self.engine, self._state, lane.request, lane.slot)
             return
-        self._joining.popleft()
-        first_round(self.engine, self._state, lane, first, lane.seconds + time.perf_counter() - since)
+        self._joining.remove(lane)
+        first_round(self.engine, self._state, lane, first, lane.seconds)
         self._ahead.join(lane)
         self._give(lane)
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from .prefix import alike
 from .state import copy_rows
 
 LEAST = 16  # rows that a copy is worth: fewer are run as soon
@@ -28,6 +29,17 @@ def bring(engine, s, request, slot, free):
         copy_rows(engine.ops, s, best, slot, rows)
         if best in free:
             s.prefixes[best].used = 0  # two have it now
+
+
+def gains_by_waiting(engine, s, request, others):
+    """Whether rows that a new text can reuse are in a pass with the texts of these requests: it would run
+    them too, beside them."""
+    shared = max(
+        (alike(request.ids, one.ids, min(len(request.ids), len(one.ids))) for one in others), default=0
+    )
+    if not request.resumes or request.rows_run or shared < LEAST:
+        return False
+    return shared >= LEAST + max(prefix.holds(engine, s, request) for prefix in s.prefixes)
 
 
 def set_aside(ops, s, slot, free):

@@ -1,7 +1,8 @@
 """The speculative loop: a round, the prompt, and a run's rounds, in that order."""
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -49,64 +50,80 @@ def accept(ops, s, width, slots=slice(None)):
 
 
 def prefill(engine, s, request, slot=0):
-    """Run the prompt and choose the first token of every sample: all steps of `prompt_steps` at once.
+    """Run the prompt into a slot in chunks and choose the first token of every sample.
 
     Returns a list of (token, its logprobs as in Round, its margin as in Detail) for `begin`.
     """
-    steps = prompt_steps(engine, s, request, slot)
+    begin_prompt(engine, s, request, slot)
     while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return end.value
+        part = Part(request, slot, min(s.chunk, request.rows_left))
+        prompt_pass(engine, s, [part])
+        if not request.rows_left:
+            return first_tokens(engine, s, part, part.count - 1, part.count)
 
 
-def prompt_steps(engine, s, request, slot=0):
-    """Run the prompt into a slot in chunks, inject every chunk's features, choose the first tokens behind the
-    last one: a generator of a chunk a step, that returns what `prefill` does.
+@dataclass(frozen=True)
+class Part:
+    """The next `count` tokens of a prompt that runs into a slot."""
 
-    Rounds of other slots may run between the steps. A chunk may begin anywhere; of a request that resumes the
-    first one begins behind what the caches of the slot hold now.
-    """
+    request: Any
+    slot: int
+    count: int
+
+
+def begin_prompt(engine, s, request, slot):
+    """A prompt begins, behind what the caches of the slot hold of it now."""
     request.rows_reused, request.rows_run = s.prefixes[slot].begin(engine, s, request), 0
-    return _chunks(engine, s, request, slot)
 
 
-def _chunks(engine, s, request, slot):
-    ops, ids, total, prefix = engine.ops.for_prefill, request.ids, len(request.ids), s.prefixes[slot]
-    for first in range(request.rows_reused, total, s.chunk):
-        count = min(s.chunk, total - first)
-        prefix.write(first + count)
-        size = stage_prompt(ops, s, ids[first : first + count], first, slot)
-        run_prompt(engine, s, size, request.drafts)
-        prefix.add(ids[first : first + count], 0 if request.drafts else None)
-        request.rows_run += count
-        if first + count < total:
-            yield
-    settle(ops, s, slot, total - 1, request.max_tokens, () if request.ignore_eos else engine.stop_ids)
-    last, pick, law, firsts = s.rows.first(count), device_ids(ops, [count - 1]), request.sampling, []
+def prompt_pass(engine, s, parts):
+    """One pass over the next tokens of prompts of different slots, whose features are injected. A part may
+    begin and end anywhere: no bit of a row depends on the rows beside it. Rounds of other slots may run
+    between passes."""
+    firsts = [len(part.request.ids) - part.request.rows_left for part in parts]
+    ids = [part.request.ids[first : first + part.count] for part, first in zip(parts, firsts, strict=True)]
+    for part, first in zip(parts, firsts, strict=True):
+        s.prefixes[part.slot].write(first + part.count)
+    size = stage_prompts(engine.ops.for_prefill, s, ids, firsts, [part.slot for part in parts])
+    run_prompt(engine, s, size, parts[0].request.drafts)
+    for part, own in zip(parts, ids, strict=True):
+        s.prefixes[part.slot].add(own, 0 if part.request.drafts else None)
+        part.request.rows_run += part.count
+
+
+def first_tokens(engine, s, part, row, count):
+    """The first tokens behind a prompt whose last row is row `row` of the newest pass, of `count` rows: what
+    `prefill` returns."""
+    ops, request, law = engine.ops.for_prefill, part.request, part.request.sampling
+    stop_ids = () if request.ignore_eos else engine.stop_ids
+    settle(ops, s, part.slot, len(request.ids) - 1, request.max_tokens, stop_ids)
+    last, pick, own, firsts = s.rows.first(count), device_ids(ops, [row]), slice(row, row + 1), []
     for number in range(law.samples):
-        law.place(ops, s, number, slot)
+        law.place(ops, s, number, part.slot)
         target.choose(ops, engine.target, s, last, pick, s.choice[:count], request.choice)
-        newest = slice(count - 1, count)
-        logprobs = ops.download(s.logprob[newest]).tolist() if law.logprobs else None
-        margins = ops.download(s.margin[newest]) if request.choice == "ranked" else None
-        firsts.append((int(ops.download(s.choice[newest])[0]), logprobs, margins))
+        logprobs = ops.download(s.logprob[own]).tolist() if law.logprobs else None
+        margins = ops.download(s.margin[own]) if request.choice == "ranked" else None
+        firsts.append((int(ops.download(s.choice[own])[0]), logprobs, margins))
     return firsts
 
 
-def stage_prompt(ops, s, ids, first, slot):
-    """Rows of a prompt's pass: ids at positions from `first` on, then inactive ones up to the next size that
-    passes are recorded for, where there is one. Returns how many."""
-    count = len(ids)
+def stage_prompts(ops, s, ids, firsts, slots):
+    """Rows of a prompts' pass, part by part: ids at positions from its first one on, in its slot; then
+    inactive ones up to the next size that passes are recorded for, where there is one. Returns how many."""
+    counts = [len(own) for own in ids]
+    count = sum(counts)
     size = next((size for size in ops.prompt_passes if count <= size <= s.chunk), count)
-    where = np.arange(first, first + size, dtype=np.int32)
-    is_there = np.arange(size) < count
-    own, padded = np.full(size, slot), np.pad(np.asarray(ids, np.int32), (0, size - count))
-    pos = np.where(is_there, where, -1)
-    values = padded, own, pos, where, where, where + 1, where - first
+
+    def padded(parts):
+        return np.concatenate([*parts, np.zeros(size - count)]).astype(np.int32)
+
+    where = padded([first + np.arange(own) for first, own in zip(firsts, counts, strict=True)])
+    own = padded([np.full(*how) for how in zip(counts, slots, strict=True)])
+    rows = np.arange(size, dtype=np.int32)
+    pos = np.where(rows < count, where, -1)
+    values = padded(ids), own, pos, where, where, where + 1, rows
     for buffer, value in zip(s.rows.first(size).staged, values, strict=True):
-        ops.upload(buffer, np.asarray(value, np.int32))
+        ops.upload(buffer, np.ascontiguousarray(value, np.int32))
     return size
 
 

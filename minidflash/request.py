@@ -55,6 +55,11 @@ class Request:
     widths: list | None = None
 
     @property
+    def rows_left(self):
+        """Tokens of the prompt that have not run."""
+        return len(self.ids) - self.rows_reused - self.rows_run
+
+    @property
     def choice(self):
         """How target.choose chooses."""
         return "ranked" if self.trace and self.sampling.choice == "likeliest" else self.sampling.choice

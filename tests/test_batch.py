@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import minidflash as md
-from minidflash import kept
+from minidflash import kept, target
 from minidflash.errors import UserError
 from minidflash.schedule import widths
 from tests.conftest import FULL, parameters
@@ -255,16 +255,43 @@ def test_a_prompt_runs_a_chunk_at_a_time_while_others_decode():
     assert order.count(decoding) == 58 and order.count(joining) == 3
 
 
-def test_two_short_prompts_join_between_two_rounds():
-    """A third waits for the next round, and so does one that is longer than half a chunk."""
+def test_a_prompt_runs_in_shorter_chunks_while_others_decode(monkeypatch):
+    """Of a card; it may begin with a longer one, and the text is the same."""
     engine = engine_for("numba", "bf16", DENSE)
+    monkeypatch.setattr(engine.ops, "chunk_between_rounds", 8)
+    prompt, passes = np.random.default_rng(4).integers(0, 384, 60).tolist(), []
+    alone = md.generate(engine, prompt, max_tokens=3, drafter=False).tokens
+    forward = target.forward
+    monkeypatch.setattr(
+        target, "forward", lambda ops, model, s, rows, *args:
+        (passes.append(len(rows.ids)), forward(ops, model, s, rows, *args))[1],
+    )  # fmt: skip
+    with md.Batch(engine, slots=2, ctx=CTX, drafter=False) as batch:
+        first = batch.submit(prompt[29::-1], max_tokens=20)
+        joining = batch.submit(prompt, max_tokens=3)
+        found = [(one.handle, one.round.tokens) for one in batch]
+    long = [count for count in passes if count > 2]  # of prompts, not of rounds
+    assert long == [16, 16, *[8] * 7], "nobody decodes until the first prompt has run"
+    assert [token for handle, tokens in found if handle is joining for token in tokens] == alone
+    assert sum(handle is first for handle, _ in found) == 20
+
+
+def test_several_prompts_share_a_pass():
+    """As many tokens of the oldest ones as a chunk has room for; texts and first tokens are what they are
+    alone."""
+    engine = engine_for("numba", "bf16", DENSE)
+    prompts = [[7 + i] * count for i, count in enumerate((8, 3, 8, 9, 4))]
+    alone = [md.generate(engine, one, max_tokens=3, drafter=False).tokens for one in prompts]
     with md.Batch(engine, slots=6, ctx=CTX, drafter=False) as batch:
         decoding, found = batch.submit([5, 9], max_tokens=60), {}
         gather(batch, found, rounds=2)
-        joining = [batch.submit([7] * count, max_tokens=1) for count in (8, 3, 8, 9, 4)]
-        order = [one.handle for one in batch]
+        joining = [batch.submit(one, max_tokens=3) for one in prompts]
+        items = list(batch)
+    order = [one.handle for one in items]
     when = [order[: order.index(one)].count(decoding) for one in joining]
-    assert when == [0, 0, 1, 2, 3], "of a chunk of 16"
+    assert when == [0, 0, 1, 1, 1], "16 tokens of 8, 3 and 8, then the other 3, 9 and 4"
+    texts = [[token for one in items if one.handle is own for token in one.round.tokens] for own in joining]
+    assert texts == alone
 
 
 def test_joining_and_leaving_record_nothing_new():

@@ -8,7 +8,7 @@ from minidflash.kernels.record import STOPPED
 import minidflash as md
 from minidflash import batch as batch_module
 from minidflash import kept
-from minidflash.loop import prompt_steps
+from minidflash.loop import begin_prompt
 from minidflash.prefix import alike
 from tests.conftest import parameters
 from tests.models import engine_of, target_of
@@ -122,11 +122,11 @@ def test_rows_that_hold_no_numbers_are_run_again(monkeypatch):
     """Whose text they are notices it only with its next round; rounds pass the slot over meanwhile."""
     engine, prompt, passed = engine_for("numba", "bf16", DENSE), some(30, 1), []
 
-    def steps(engine, s, request, slot):
+    def begin(engine, s, request, slot):
         passed.append(s.done[slot] == STOPPED)
-        return prompt_steps(engine, s, request, slot)
+        begin_prompt(engine, s, request, slot)
 
-    monkeypatch.setattr(batch_module, "prompt_steps", steps)
+    monkeypatch.setattr(batch_module, "begin_prompt", begin)
     with md.Batch(engine, slots=3, ctx=CTX, verify=4) as batch:
         bad, found = batch.submit(prompt, max_tokens=40), {}
         gather(batch, found, rounds=2)
@@ -140,7 +140,7 @@ def test_rows_that_hold_no_numbers_are_run_again(monkeypatch):
 
 def test_who_broke_off_leaves_nothing(monkeypatch):
     begun = []
-    monkeypatch.setattr(batch_module, "prompt_steps", lambda *how: begun.append(how) or prompt_steps(*how))
+    monkeypatch.setattr(batch_module, "begin_prompt", lambda *how: begun.append(how) or begin_prompt(*how))
     engine, prompt = engine_for("numba", "bf16", DENSE), some(30, 1)
     with md.Batch(engine, slots=3, ctx=CTX, verify=4) as batch:
         bad, found = batch.submit(prompt, max_tokens=40), {}
