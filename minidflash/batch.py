@@ -5,6 +5,7 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from heapq import heappop
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -254,13 +255,14 @@ class Batch:
             return
         since = time.perf_counter()
         prompt_pass(engine, s, parts)
-        count, end = sum(part.count for part in parts), 0
-        for lane, part in zip(lanes, parts, strict=True):
-            end += part.count
-            first = None if part.request.rows_left else first_tokens(engine, s, part, end - 1, count)
-            lane.seconds += time.perf_counter() - since
-            if first is not None:
-                self._end_prompt(lane, *first)
+        rows = list(accumulate(part.count for part in parts))
+        ended = [(part, row - 1) for part, row in zip(parts, rows, strict=True) if not part.request.rows_left]
+        firsts = iter(first_tokens(engine, s, ended, rows[-1]) if ended else ())
+        seconds = time.perf_counter() - since
+        for lane in lanes:
+            lane.seconds += seconds
+            if not lane.request.rows_left:
+                self._end_prompt(lane, *next(firsts))
 
     def _begin(self, lane):
         """A prompt is about to run: its slot gets what others hold of it by now."""

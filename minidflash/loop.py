@@ -9,7 +9,7 @@ import numpy as np
 from minidflash.kernels.record import Record
 
 from . import drafter, target
-from .ahead import Ahead, prepare
+from .ahead import CHOICES, Ahead, prepare
 from .lane import Lane
 from .request import release, reserve
 from .schedule import Schedule
@@ -59,7 +59,7 @@ def prefill(engine, s, request, slot=0):
         part = Part(request, slot, min(s.chunk, request.rows_left))
         prompt_pass(engine, s, [part])
         if not request.rows_left:
-            return first_tokens(engine, s, part, part.count - 1, part.count)
+            return first_tokens(engine, s, [(part, part.count - 1)], part.count)[0]
 
 
 @dataclass(frozen=True)
@@ -91,20 +91,29 @@ def prompt_pass(engine, s, parts):
         part.request.rows_run += part.count
 
 
-def first_tokens(engine, s, part, row, count):
-    """The first tokens behind a prompt whose last row is row `row` of the newest pass, of `count` rows: what
-    `prefill` returns."""
-    ops, request, law = engine.ops.for_prefill, part.request, part.request.sampling
-    stop_ids = () if request.ignore_eos else engine.stop_ids
-    settle(ops, s, part.slot, len(request.ids) - 1, request.max_tokens, stop_ids)
-    last, pick, own, firsts = s.rows.first(count), device_ids(ops, [row]), slice(row, row + 1), []
-    for number in range(law.samples):
-        law.place(ops, s, number, part.slot)
-        target.choose(ops, engine.target, s, last, pick, s.choice[:count], request.choice)
-        logprobs = ops.download(s.logprob[own]).tolist() if law.logprobs else None
-        margins = ops.download(s.margin[own]) if request.choice == "ranked" else None
-        firsts.append((int(ops.download(s.choice[own])[0]), logprobs, margins))
-    return firsts
+def first_tokens(engine, s, ended, count):
+    """What `prefill` returns, for each prompt that ended with the newest pass, of `count` rows.
+
+    ended: (its Part, which row of the pass was its last). Several have one sample each.
+    """
+    ops, requests, found = engine.ops.for_prefill, [part.request for part, _ in ended], [[] for _ in ended]
+    for part, _ in ended:
+        request = part.request
+        stop_ids = () if request.ignore_eos else engine.stop_ids
+        settle(ops, s, part.slot, len(request.ids) - 1, request.max_tokens, stop_ids)
+    last, pick = s.rows.first(count), device_ids(ops, [row for _, row in ended])
+    choice = max((request.choice for request in requests), key=CHOICES.index)
+    for number in range(max(request.sampling.samples for request in requests)):
+        for part, _ in ended:
+            part.request.sampling.place(ops, s, number, part.slot)
+        target.choose(ops, engine.target, s, last, pick, s.choice[:count], choice)
+        tokens = ops.download(s.choice[:count]).tolist()
+        for firsts, (part, row) in zip(found, ended, strict=True):
+            own = slice(row, row + 1)
+            logprobs = ops.download(s.logprob[own]).tolist() if part.request.sampling.logprobs else None
+            margins = ops.download(s.margin[own]) if part.request.choice == "ranked" else None
+            firsts.append((tokens[row], logprobs, margins))
+    return found
 
 
 def stage_prompts(ops, s, ids, firsts, slots):

@@ -281,17 +281,21 @@ def test_several_prompts_share_a_pass():
     alone."""
     engine = engine_for("numba", "bf16", DENSE)
     prompts = [[7 + i] * count for i, count in enumerate((8, 3, 8, 9, 4))]
-    alone = [md.generate(engine, one, max_tokens=3, drafter=False).tokens for one in prompts]
+    drawn = {"temperature": 5.0, "seed": 3}
+    options = [{}, drawn, drawn | {"logprobs": True}, {}, {"logprobs": True}]
+    asked = [one | {"max_tokens": 3} for one in options]
+    alone = [list(md.stream(engine, p, drafter=False, **how)) for p, how in zip(prompts, asked, strict=True)]
     with md.Batch(engine, slots=6, ctx=CTX, drafter=False) as batch:
         decoding, found = batch.submit([5, 9], max_tokens=60), {}
         gather(batch, found, rounds=2)
-        joining = [batch.submit(one, max_tokens=3) for one in prompts]
+        joining = [batch.submit(p, **how) for p, how in zip(prompts, asked, strict=True)]
         items = list(batch)
     order = [one.handle for one in items]
     when = [order[: order.index(one)].count(decoding) for one in joining]
     assert when == [0, 0, 1, 1, 1], "16 tokens of 8, 3 and 8, then the other 3, 9 and 4"
-    texts = [[token for one in items if one.handle is own for token in one.round.tokens] for own in joining]
-    assert texts == alone
+    for own, want in zip(joining, alone, strict=True):
+        rounds = [one.round for one in items if one.handle is own]
+        assert [(one.tokens, one.logprobs) for one in rounds] == [(one.tokens, one.logprobs) for one in want]
 
 
 def test_joining_and_leaving_record_nothing_new():
