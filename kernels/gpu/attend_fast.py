@@ -48,8 +48,9 @@ class Shape:
     def __init__(self, rows, heads, groups, size, slots, sms, window=0, has_sinks=False, group=None,
                  splits=None, keys=None, wgmma=True):  # fmt: skip
         self.size, self.ratio, self.groups, self.sms = size, heads // groups, groups, sms
-        # A set ends where its slot does: the rows of a slot are taken in equal parts.
-        width = rows // slots if rows % slots == 0 else rows
+        # A set ends where its slot does: the rows of a slot are taken in equal parts. Of a prompt, whose keys
+        # are not cut, one slot may have any number of them.
+        width = rows // slots if splits != 0 and rows % slots == 0 else rows
         self.most = 16 if size == 128 else 32  # rows of a group: room for two blocks a multiprocessor
         most = min(self.most, max(1, 64 // self.ratio))
         self.group = group or -(-width // -(-width // most))

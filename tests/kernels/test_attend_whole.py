@@ -1,6 +1,7 @@
 """Blocks of attention that have several units of keys: all of their rows, or what follows of a set."""
 
 import pytest
+from minidflash.kernels.gpu import attend_fast
 
 from tests.compare import assert_same_bits
 from tests.kernels.test_fast_attend import FAST, call, make, some
@@ -29,3 +30,9 @@ def test_a_block_asks_for_its_next_unit_only_where_no_other_set_comes_first(ops,
     both = call(ops, case, splits=12, whole=False)
     for row in (0, 1):
         assert_same_bits(call(ops, some(case, [row]), splits=12, whole=False)[0], both[row], f"row {row}")
+
+
+def test_rows_of_a_prompt_fill_tiles_whatever_the_slots():
+    """They are a few slots' of many; those of a round are as many of each."""
+    of_prompt, of_round = (attend_fast.Shape(512, 32, 8, 128, 64, 132, splits=splits) for splits in (0, None))
+    assert (of_prompt.group, of_round.group) == (16, 8)
