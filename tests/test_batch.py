@@ -187,12 +187,13 @@ def test_a_poisoned_neighbour_changes_nobody_and_its_slot_is_clean_afterwards(op
     assert answer(found[bad])[0] == alone[1][: len(answer(found[bad])[0])]
 
 
-def test_drafts_are_those_alone():
+@pytest.mark.parametrize("apart", [0, 7])
+def test_drafts_are_those_alone(apart):
     """Features that wait survive the prompts of others, and rounds that let them wait: what is drafted behind
     a text is what is drafted there alone."""
     engine, rng = engine_for("numba", "bf16", DENSE), np.random.default_rng(6)
     prompts = [rng.integers(0, 384, int(n)).tolist() for n in rng.integers(2, 50, 8)]
-    budgets = [40 - 7 * (i % 3) for i in range(8)]  # texts that begin together end apart
+    budgets = [40 - apart * (i % 3) for i in range(8)]  # texts that begin together end so far apart
     asked = list(zip(prompts, budgets, strict=True))
     alone = [drafts_at(md.stream(engine, p, max_tokens=n, verify=4)) for p, n in asked]
     with md.Batch(engine, slots=3, ctx=CTX) as batch:
