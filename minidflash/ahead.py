@@ -21,6 +21,11 @@ LANES = 1, 2, 4, 8, 16, 24, 32, 48, 64  # that rounds are recorded for
 CHOICES = "likeliest", "ranked", "drawn", "scored"  # how tokens are chosen: each does what those before it do
 
 
+def choice_of(requests):
+    """The least of CHOICES that does what each of these wants."""
+    return max((request.choice for request in requests), key=CHOICES.index)
+
+
 @dataclass
 class UnderWay:
     """A round that was started. slots: of its lanes, which may move since. count: slots that it runs on.
@@ -166,7 +171,7 @@ class Ahead:
             return False
         part = self._parts[count] = self._parts.get(count) or self.s.first(count)
         is_injecting = drafts and (width > 1 or max(lane.waiting for lane in lanes) == part.block)
-        choice = max((lane.request.choice for lane in lanes), key=CHOICES.index)
+        choice = choice_of([lane.request for lane in lanes])
         keys = [len(lane.request.ids) + end + part.block for lane, end in zip(lanes, ends, strict=True)]
         for lane, most in zip(lanes, keys, strict=True):
             self.s.prefixes[lane.slot].write(most)

@@ -5,7 +5,6 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from heapq import heappop
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -241,28 +240,31 @@ class Batch:
     def _run_prompts(self):
         """One pass over what is next of the oldest prompts, as many as have room in it; it is shorter while
         others wait for it. A prompt that begins as one of them does waits for its rows."""
-        engine, s, running = self.engine, self._state, self._running
-        room, lanes, parts = min(s.chunk, engine.ops.chunk_between_rounds if running else s.chunk), [], []
+        engine, s = self.engine, self._state
+        room = min(s.chunk, engine.ops.chunk_between_rounds) if self._running else s.chunk
+        parts, ends, count = {}, {}, 0  # by lane: its part, the rows with it; all rows
         for lane in self._joining:
-            if not room or gains_by_waiting(engine, s, lane.request, [one.request for one in lanes]):
+            if count == room:
                 break
             if not lane.has_begun:
+                if gains_by_waiting(engine, s, lane.request, [one.request for one in parts]):
+                    break
                 self._begin(lane)
-            parts.append(Part(lane.request, lane.slot, min(lane.request.rows_left, room)))
-            lanes.append(lane)
-            room -= parts[-1].count
+            parts[lane] = Part.next(lane.request, lane.slot, room - count)
+            count += parts[lane].count
+            ends[lane] = count
         if not parts:
             return
         since = time.perf_counter()
-        prompt_pass(engine, s, parts)
-        rows = list(accumulate(part.count for part in parts))
-        ended = [(part, row - 1) for part, row in zip(parts, rows, strict=True) if not part.request.rows_left]
-        firsts = iter(first_tokens(engine, s, ended, rows[-1]) if ended else ())
+        prompt_pass(engine, s, list(parts.values()))
+        ended = [lane for lane in parts if not lane.request.rows_left]
+        rows = [(parts[lane], ends[lane] - 1) for lane in ended]
+        firsts = first_tokens(engine, s, rows, count) if ended else []
         seconds = time.perf_counter() - since
-        for lane in lanes:
+        for lane in parts:
             lane.seconds += seconds
-            if not lane.request.rows_left:
-                self._end_prompt(lane, *next(firsts))
+        for lane, first in zip(ended, firsts, strict=True):
+            self._end_prompt(lane, *first)
 
     def _begin(self, lane):
         """A prompt is about to run: its slot gets what others hold of it by now."""

@@ -20,8 +20,7 @@ def bring(engine, s, request, slot, free):
     own, best = s.prefixes[slot].holds(engine, s, request), slot
     rows = own + LEAST - 1
     for one, prefix in enumerate(s.prefixes):
-        has_more = prefix.ids[rows : rows + 1] == request.ids[rows : rows + 1]  # may have: seen at once
-        if has_more and (found := prefix.holds(engine, s, request)) > rows:
+        if found := _more_than(rows, prefix, engine, s, request):
             best, rows = one, found
     if own < s.prefixes[slot].prompt - 1:  # a prompt's last row always runs
         set_aside(engine.ops, s, slot, [one for one in free if one != best])
@@ -34,12 +33,18 @@ def bring(engine, s, request, slot, free):
 def gains_by_waiting(engine, s, request, others):
     """Whether rows that a new text can reuse are in a pass with the texts of these requests: it would run
     them too, beside them."""
-    shared = max(
-        (alike(request.ids, one.ids, min(len(request.ids), len(one.ids))) for one in others), default=0
-    )
-    if not request.resumes or request.rows_run or shared < LEAST:
+    if not request.resumes or not others:
         return False
-    return shared >= LEAST + max(prefix.holds(engine, s, request) for prefix in s.prefixes)
+    ids = request.ids
+    rows = max(alike(ids, one.ids, min(len(ids), len(one.ids))) for one in others) - LEAST
+    return rows >= 0 and not any(_more_than(rows, prefix, engine, s, request) for prefix in s.prefixes)
+
+
+def _more_than(rows, prefix, engine, s, request):
+    """How many rows of a request a slot holds, 0 where they are no more than that."""
+    may_have = prefix.ids[rows : rows + 1] == request.ids[rows : rows + 1]  # seen at once
+    found = prefix.holds(engine, s, request) if may_have else 0
+    return found if found > rows else 0
 
 
 def set_aside(ops, s, slot, free):

@@ -9,7 +9,7 @@ import numpy as np
 from minidflash.kernels.record import Record
 
 from . import drafter, target
-from .ahead import CHOICES, Ahead, prepare
+from .ahead import Ahead, choice_of, prepare
 from .lane import Lane
 from .request import release, reserve
 from .schedule import Schedule
@@ -56,7 +56,7 @@ def prefill(engine, s, request, slot=0):
     """
     begin_prompt(engine, s, request, slot)
     while True:
-        part = Part(request, slot, min(s.chunk, request.rows_left))
+        part = Part.next(request, slot, s.chunk)
         prompt_pass(engine, s, [part])
         if not request.rows_left:
             return first_tokens(engine, s, [(part, part.count - 1)], part.count)[0]
@@ -64,11 +64,25 @@ def prefill(engine, s, request, slot=0):
 
 @dataclass(frozen=True)
 class Part:
-    """The next `count` tokens of a prompt that runs into a slot."""
+    """Tokens of a prompt that runs into a slot, `count` of them from its `first`th on."""
 
     request: Any
     slot: int
+    first: int
     count: int
+
+    @classmethod
+    def next(cls, request, slot, most):
+        """What runs next of it, `most` tokens at most."""
+        return cls(request, slot, len(request.ids) - request.rows_left, min(most, request.rows_left))
+
+    @property
+    def end(self):
+        return self.first + self.count
+
+    @property
+    def ids(self):
+        return self.request.ids[self.first : self.end]
 
 
 def begin_prompt(engine, s, request, slot):
@@ -80,14 +94,12 @@ def prompt_pass(engine, s, parts):
     """One pass over the next tokens of prompts of different slots, whose features are injected. A part may
     begin and end anywhere: no bit of a row depends on the rows beside it. Rounds of other slots may run
     between passes."""
-    firsts = [len(part.request.ids) - part.request.rows_left for part in parts]
-    ids = [part.request.ids[first : first + part.count] for part, first in zip(parts, firsts, strict=True)]
-    for part, first in zip(parts, firsts, strict=True):
-        s.prefixes[part.slot].write(first + part.count)
-    size = stage_prompts(engine.ops.for_prefill, s, ids, firsts, [part.slot for part in parts])
+    for part in parts:
+        s.prefixes[part.slot].write(part.end)
+    size = stage_prompts(engine.ops.for_prefill, s, parts)
     run_prompt(engine, s, size, parts[0].request.drafts)
-    for part, own in zip(parts, ids, strict=True):
-        s.prefixes[part.slot].add(own, 0 if part.request.drafts else None)
+    for part in parts:
+        s.prefixes[part.slot].add(part.ids, 0 if part.request.drafts else None)
         part.request.rows_run += part.count
 
 
@@ -102,7 +114,7 @@ def first_tokens(engine, s, ended, count):
         stop_ids = () if request.ignore_eos else engine.stop_ids
         settle(ops, s, part.slot, len(request.ids) - 1, request.max_tokens, stop_ids)
     last, pick = s.rows.first(count), device_ids(ops, [row for _, row in ended])
-    choice = max((request.choice for request in requests), key=CHOICES.index)
+    choice = choice_of(requests)
     for number in range(max(request.sampling.samples for request in requests)):
         for part, _ in ended:
             part.request.sampling.place(ops, s, number, part.slot)
@@ -116,23 +128,22 @@ def first_tokens(engine, s, ended, count):
     return found
 
 
-def stage_prompts(ops, s, ids, firsts, slots):
-    """Rows of a prompts' pass, part by part: ids at positions from its first one on, in its slot; then
-    inactive ones up to the next size that passes are recorded for, where there is one. Returns how many."""
-    counts = [len(own) for own in ids]
-    count = sum(counts)
+def stage_prompts(ops, s, parts):
+    """Rows of a prompts' pass, part by part; then inactive ones up to the next size that passes are recorded
+    for, where there is one. Returns how many."""
+    count = sum(part.count for part in parts)
     size = next((size for size in ops.prompt_passes if count <= size <= s.chunk), count)
 
-    def padded(parts):
-        return np.concatenate([*parts, np.zeros(size - count)]).astype(np.int32)
+    def padded(numbers):
+        return np.concatenate([*numbers, np.zeros(size - count, np.int32)]).astype(np.int32)
 
-    where = padded([first + np.arange(own) for first, own in zip(firsts, counts, strict=True)])
-    own = padded([np.full(*how) for how in zip(counts, slots, strict=True)])
+    where = padded([np.arange(part.first, part.end) for part in parts])
+    slot = padded([np.full(part.count, part.slot) for part in parts])
     rows = np.arange(size, dtype=np.int32)
     pos = np.where(rows < count, where, -1)
-    values = padded(ids), own, pos, where, where, where + 1, rows
+    values = padded([part.ids for part in parts]), slot, pos, where, where, where + 1, rows
     for buffer, value in zip(s.rows.first(size).staged, values, strict=True):
-        ops.upload(buffer, np.ascontiguousarray(value, np.int32))
+        ops.upload(buffer, np.asarray(value, np.int32))
     return size
 
 
